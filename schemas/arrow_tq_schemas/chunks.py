@@ -1,0 +1,181 @@
+"""A chunk: write-once rows of one field (one layer group), the unit of atomicity.
+
+As Arrow it is one record batch of one column (``Field.arrow_schema``); what identifies it travels
+beside it as a ``ChunkHeader``: in the batch's custom metadata at rest, in app_metadata on the wire.
+
+The checksum is xxh3-128, computed over *values*, never over IPC bytes (equal arrays were seen to give
+IPC bodies of different size). What is hashed, in order, integers little-endian::
+
+    "atq1"                              4 bytes
+    chunk id                            16 bytes, big-endian
+    run, field                          each u32 length, then UTF-8
+    epoch, start position, rows         u64 each
+    has_validity                        u8; 0: every row is valid and no bits follow
+    validity                            ceil(rows / 8) bytes, bit i of byte i // 8, 1 = valid, tail zero
+    values                              C order, rows x item, null rows all zero
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field as Bound, ValidationError
+
+from arrow_tq_schemas.errors import MalformedMessage
+from arrow_tq_schemas.fields import Field
+from arrow_tq_schemas.ids import ChunkId
+
+METADATA_KEY = b"arrow_tq.chunk"
+Hex128 = Annotated[str, Bound(pattern=r"^[0-9a-f]{32}$")]
+Count = Annotated[int, Bound(ge=0, lt=1 << 48)]
+
+
+class ChunkHeader(BaseModel):
+    """Everything about a chunk but its values."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    v: Annotated[int, Bound(ge=1, le=1)] = 1
+    id: Hex128
+    """Chunk id, hex."""
+    run: Annotated[str, Bound(min_length=1, max_length=128)]
+    epoch: Count
+    """Epoch of the run in which the writer joined."""
+    field: Annotated[str, Bound(min_length=1, max_length=64)]
+    start: Count
+    """Absolute token position of row 0."""
+    rows: Annotated[int, Bound(ge=1, lt=1 << 31)]
+    checksum: Hex128
+    token: Annotated[str, Bound(max_length=64)] = ""
+    """Put token: fences a stale attempt. Not part of the checksum."""
+
+    @property
+    def chunk_id(self) -> ChunkId:
+        return ChunkId.from_hex(self.id)
+
+    def to_bytes(self) -> bytes:
+        return self.model_dump_json(exclude_defaults=True).encode()
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> ChunkHeader:
+        try:
+            return cls.model_validate_json(raw)
+        except ValidationError as error:
+            raise MalformedMessage(f"chunk header: {explain(error)}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk in memory.
+
+    ``values`` is ``[rows, *field.group_shape(group)]`` in the storage dtype, C-contiguous, null rows
+    zero; ``valid`` is ``[rows]`` bool, or None where every row is valid.
+    """
+
+    header: ChunkHeader
+    values: npt.NDArray[np.generic]
+    valid: npt.NDArray[np.bool_] | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    def to_batch(self, field: Field) -> pa.RecordBatch:
+        """One record batch over the same memory (validity bits are packed anew)."""
+        schema = field.arrow_schema(self.header.chunk_id.group)
+        return pa.RecordBatch.from_arrays(
+            [to_array(self.values, self.valid, schema.field(0).type)], schema=schema
+        )
+
+
+def to_array(
+    values: npt.NDArray[np.generic], valid: npt.NDArray[np.bool_] | None, kind: pa.DataType
+) -> pa.Array:
+    """An Arrow array of type ``kind`` over ``values`` (``[rows, *item]``), without a copy of them."""
+    rows = values.shape[0]
+    bits = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
+    data = pa.py_buffer(values.reshape(-1))
+    if not isinstance(kind, pa.BaseExtensionType):
+        return pa.Array.from_buffers(kind, rows, [bits, data])
+    storage = kind.storage_type
+    flat = pa.Array.from_buffers(storage.value_type, rows * storage.list_size, [None, data])
+    return pa.ExtensionArray.from_storage(kind, pa.Array.from_buffers(storage, rows, [bits], children=[flat]))
+
+
+def from_array(
+    array: pa.Array, shape: tuple[int, ...]
+) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.bool_] | None]:
+    """``(values, valid)`` of an Arrow array made by ``to_array``: views of it, read-only.
+
+    A sliced array gives its own rows. ``valid`` is None where there are no nulls.
+    """
+    rows = len(array)
+    valid: npt.NDArray[np.bool_] | None = None
+    if array.null_count:
+        bits = np.frombuffer(array.buffers()[0], dtype=np.uint8)
+        unpacked = np.unpackbits(bits, bitorder="little", count=array.offset + rows)
+        valid = unpacked[array.offset :].view(np.bool_)
+    flat = array.storage if isinstance(array, pa.ExtensionArray) else array
+    first = flat.offset
+    if shape:
+        width = flat.type.list_size
+        child = flat.values
+        first = first * width + child.offset
+        data, kind, count = child.buffers()[1], child.type, rows * width
+    else:
+        data, kind, count = flat.buffers()[1], flat.type, rows
+    dtype = np.dtype(kind.to_pandas_dtype())
+    if data is None:
+        return np.empty((rows, *shape), dtype), valid
+    values = np.frombuffer(data, dtype=dtype, count=count, offset=first * dtype.itemsize)
+    return values.reshape(rows, *shape), valid
+
+
+def checksum(
+    chunk_id: ChunkId,
+    run: str,
+    epoch: int,
+    field: str,
+    start: int,
+    values: npt.NDArray[np.generic],
+    valid: npt.NDArray[np.bool_] | None,
+) -> str:
+    """xxh3-128 of a chunk, as 32 hex digits; the module's docstring says over what.
+
+    ``values`` must be C-contiguous and little-endian with null rows zeroed.
+    """
+    run_bytes, field_bytes = run.encode(), field.encode()
+    digest = xxhash.xxh3_128(b"atq1")
+    digest.update(chunk_id.to_bytes())
+    digest.update(struct.pack("<I", len(run_bytes)) + run_bytes)
+    digest.update(struct.pack("<I", len(field_bytes)) + field_bytes)
+    digest.update(struct.pack("<QQQ", epoch, start, values.shape[0]))
+    if valid is None:
+        digest.update(b"\x00")
+    else:
+        digest.update(b"\x01" + np.packbits(valid, bitorder="little").tobytes())
+    digest.update(values.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def verify(chunk: Chunk) -> bool:
+    """Whether the chunk's values have the checksum that its header says."""
+    header = chunk.header
+    seen = checksum(
+        *(header.chunk_id, header.run, header.epoch, header.field, header.start), chunk.values, chunk.valid
+    )
+    return seen == header.checksum
+
+
+def explain(error: ValidationError) -> str:
+    """A pydantic error as one line: where, what, and the value."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in first["loc"]) or "(whole)"
+    more = f" (+{error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{place}: {first['msg']}, got {str(first.get('input'))[:120]!r}{more}"

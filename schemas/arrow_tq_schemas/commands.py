@@ -1,0 +1,458 @@
+"""What a client asks of a store: one frozen model a command, one a reply.
+
+In process a command object is handed over as it is. Over Flight it is a DoAction whose type is the
+command's ``verb`` and whose body is its JSON; the reply is one Result: ``pack_reply``. Step commits
+travel on a DoPut stream instead, many a message (``CommitSteps``).
+
+Every command that changes something has a ``request_id`` made by the client. The store keeps the reply
+under it, so a retried call is answered and not applied again.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field as Bound, ValidationError
+
+from arrow_tq_schemas.chunks import Count, Hex128, explain
+from arrow_tq_schemas.errors import ArrowTQError, MalformedMessage, from_wire
+from arrow_tq_schemas.receipts import Receipt
+
+View = Literal["lineage", "timeline"]
+Durability = Literal["process", "disk"]
+Seconds = Annotated[float, Bound(ge=0, le=10 * 365 * 86400)]
+Names = list[str]
+Json = str
+"""JSON text of user columns (an object) or messages (an array), ASCII: lone surrogates stay escaped."""
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+class Wire(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Command(Wire):
+    """Base of all commands."""
+
+    verb: ClassVar[str]
+    mutates: ClassVar[bool] = False
+
+
+class Mutation(Command):
+    """A command that changes the store."""
+
+    mutates: ClassVar[bool] = True
+    request_id: Hex128 = Bound(default_factory=new_request_id)
+
+
+class TaskSpec(Wire):
+    name: str
+    fields: Names | None = None
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+class OpenRun(Mutation):
+    """Create a run or join it. ``fields=None`` opens what exists; otherwise declarations must agree.
+
+    ``epoch=None`` joins the current epoch; ``epoch=n`` advances it to n (compare-and-set from n - 1,
+    and joining n where it is current already).
+    """
+
+    verb: ClassVar[str] = "open_run"
+    run: str
+    fields: list[dict[str, object]] | None = None
+    tasks: list[TaskSpec] | None = None
+    durability: Durability = "process"
+    epoch: Count | None = None
+
+
+class RunInfo(Wire):
+    run: str
+    fields: list[dict[str, object]]
+    tasks: list[TaskSpec]
+    durability: Durability
+    epoch: Count
+    policy_version: str | None = None
+
+
+class SetPolicyVersion(Mutation):
+    """The version that the trainer now serves; orders versions for staleness."""
+
+    verb: ClassVar[str] = "set_policy_version"
+    run: str
+    epoch: Count
+    version: str
+
+
+class CloseGroup(Mutation):
+    """No further session will join this group: whatever it has is whole."""
+
+    verb: ClassVar[str] = "close_group"
+    run: str
+    epoch: Count
+    group: str
+
+
+# -- sessions and steps ----------------------------------------------------------------------------
+
+
+class OpenSession(Mutation):
+    """Create a session, or open it again where it is still open.
+
+    ``tasks=None`` means every task of the run, ``[]`` none (evaluation); past ``ttl_s`` an unfinished
+    session, or a finished one without tasks, expires.
+    """
+
+    verb: ClassVar[str] = "open_session"
+    run: str
+    epoch: Count
+    session_id: str
+    group: str | None = None
+    tasks: Names | None = None
+    ttl_s: Seconds | None = None
+    columns: Json = "{}"
+
+
+class SessionInfo(Wire):
+    session_id: str
+    group: str | None
+    status: str
+    last_step: str | None
+    ends: dict[str, int]
+    """By field, the first position not covered yet (the largest end)."""
+
+
+class StepCommit(Wire):
+    """One step, whole: what its session, its place, its metadata and its receipts are."""
+
+    run: str
+    epoch: Count
+    session_id: str
+    step_id: str
+    parent: str | None = None
+    messages: Json = "[]"
+    version: str | None = None
+    sampled: tuple[int, int] | None = None
+    receipts: list[Receipt] = []
+
+
+class CommitSteps(Command):
+    """Many steps in one message, each atomic by itself; idempotent by (session, step id)."""
+
+    verb: ClassVar[str] = "commit_steps"
+    mutates: ClassVar[bool] = True
+    steps: list[StepCommit]
+
+
+class StepResult(Wire):
+    """What became of one step of ``CommitSteps``: ``error`` is None, or its wire form."""
+
+    step_id: str
+    step_index: int = -1
+    error: dict[str, object] | None = None
+
+    def check(self) -> None:
+        """Raise the error, if there is one."""
+        if self.error is not None:
+            raise from_wire(self.error)
+
+
+class StepResults(Wire):
+    results: list[StepResult]
+
+
+class DropChunks(Mutation):
+    """Free chunks that no step attached (a step that failed). Attached ones are left alone."""
+
+    verb: ClassVar[str] = "drop_chunks"
+    run: str
+    chunk_ids: list[Hex128]
+
+
+class FinalizeSession(Mutation):
+    """Compose the session's segments of one view. Reads no payload."""
+
+    verb: ClassVar[str] = "finalize_session"
+    run: str
+    epoch: Count
+    session_id: str
+    view: View = "lineage"
+    reward: float | None = None
+    columns: Json = "{}"
+
+
+class SegmentInfo(Wire):
+    segment_id: str
+    session_id: str
+    num_tokens: int
+    loss_tokens: int
+    complete_fields: Names
+    finish_reason: str
+
+
+class SegmentInfos(Wire):
+    segments: list[SegmentInfo]
+
+
+class AbortSession(Mutation):
+    """End an open session and free everything it wrote."""
+
+    verb: ClassVar[str] = "abort_session"
+    run: str
+    epoch: Count
+    session_id: str
+    reason: str = "aborted"
+
+
+# -- claims ----------------------------------------------------------------------------------------
+
+
+class Claim(Mutation):
+    """Take up to ``limit`` segments for a task, whole units at a time, under a lease."""
+
+    verb: ClassVar[str] = "claim"
+    run: str
+    limit: Annotated[int, Bound(ge=1)]
+    where: str | None = None
+    task: str | None = None
+    unit: Literal["session", "segment", "group"] = "session"
+    group_size: Annotated[int, Bound(ge=1)] | None = None
+    view: View = "lineage"
+    order_by: str | None = None
+    max_staleness: Annotated[int, Bound(ge=0)] | None = None
+    on_stale: Literal["keep", "discard", "discard_group"] = "keep"
+    lease_s: Annotated[float, Bound(gt=0, le=86400 * 30)] = 600.0
+    wait_s: Seconds = 0.0
+    like: str | None = None
+    """Claim id (from a ref) whose segments to take for another task."""
+
+
+class AttachClaim(Mutation):
+    """Join a claim as one rank of ``world``."""
+
+    verb: ClassVar[str] = "attach_claim"
+    run: str
+    claim_id: Hex128
+    rank: Annotated[int, Bound(ge=0)]
+    world: Annotated[int, Bound(ge=1)]
+
+
+class ClaimInfo(Wire):
+    """Reply to ``Claim`` and ``AttachClaim``; blob 0 is the segments' table as an Arrow IPC stream."""
+
+    claim_id: Hex128
+    run: str
+    task: str
+    view: View
+    segments: int
+    lease_s: float
+
+
+class RenewClaim(Mutation):
+    verb: ClassVar[str] = "renew_claim"
+    run: str
+    claim_id: Hex128
+
+
+class ReleaseClaim(Mutation):
+    """One rank is done with the whole batch. Idempotent. ``rank=None``: the claimer, for all."""
+
+    verb: ClassVar[str] = "release_claim"
+    run: str
+    claim_id: Hex128
+    rank: int | None = None
+    world: int | None = None
+
+
+# -- segments --------------------------------------------------------------------------------------
+
+
+class GetSegments(Command):
+    """Metadata rows (blob 0, Arrow IPC stream) and manifests (the blobs after it, in row order).
+
+    Ids are segment ids, or session ids, which stand for all their segments in the view. An unknown id
+    is ``NotFound``; a discarded segment is ``ChunkReleased`` where its manifest is asked for.
+    """
+
+    verb: ClassVar[str] = "get_segments"
+    run: str
+    ids: Names
+    view: View = "lineage"
+    manifests: bool = True
+
+
+class ListSegments(Command):
+    """Ids of finalized segments (blob 0: their table), newest last."""
+
+    verb: ClassVar[str] = "list_segments"
+    run: str | None = None
+    where: str | None = None
+    view: View = "lineage"
+    limit: Annotated[int, Bound(ge=1, le=1_000_000)] = 1000
+
+
+class UpdateSegments(Mutation):
+    """Set ``reward`` and user columns that come after finalize."""
+
+    verb: ClassVar[str] = "update_segments"
+    run: str
+    ids: Names
+    view: View = "lineage"
+    columns: Json
+
+
+class Discard(Mutation):
+    """Free what will never be trained; rows stay, with the reason. Ids or ``where``, not both.
+
+    A session id that is still open is ended as discarded.
+    """
+
+    verb: ClassVar[str] = "discard"
+    run: str
+    epoch: Count
+    ids: Names | None = None
+    where: str | None = None
+    view: View = "lineage"
+    reason: str
+
+
+class Done(Wire):
+    """Reply of commands that only change something: how many rows they touched."""
+
+    count: int = 0
+
+
+# -- the store -------------------------------------------------------------------------------------
+
+
+class GetPressure(Command):
+    verb: ClassVar[str] = "pressure"
+
+
+class Pressure(Wire):
+    """How full the store is; producers hold back by it."""
+
+    capacity_bytes: int
+    used_bytes: int
+    fill: float
+    """used / capacity, 0 to 1."""
+    soft_mark: float
+    """Above this fill only work that is already open gets room."""
+    oldest_unclaimed_s: float
+    """Age of the oldest finalized segment that some task has not claimed; 0 where there is none."""
+    open_sessions: int
+    unclaimed_segments: int
+    waiters: int
+    """Callers that wait for room or for segments."""
+
+
+class GetStats(Command):
+    verb: ClassVar[str] = "stats"
+
+
+class Stats(Wire):
+    """Counters and gauges by name, as ``/metrics`` shows them; ``{label}`` parts are in the name."""
+
+    values: dict[str, float]
+
+
+class RunQuery(Command):
+    """SQL over the metadata; the reply's blob 0 is an Arrow IPC stream. ``run=None``: every run."""
+
+    verb: ClassVar[str] = "sql"
+    query: str
+    run: str | None = None
+
+
+AnyCommand = (
+    OpenRun | SetPolicyVersion | CloseGroup | OpenSession | CommitSteps | DropChunks | FinalizeSession
+    | AbortSession | Claim | AttachClaim | RenewClaim | ReleaseClaim | GetSegments | ListSegments
+    | UpdateSegments | Discard | GetPressure | GetStats | RunQuery
+)  # fmt: skip
+
+
+class Empty(Wire):
+    """Reply whose content is its blobs."""
+
+
+REPLIES: dict[type[Command], type[Wire]] = {
+    OpenRun: RunInfo,
+    SetPolicyVersion: Done,
+    CloseGroup: Done,
+    OpenSession: SessionInfo,
+    CommitSteps: StepResults,
+    DropChunks: Done,
+    FinalizeSession: SegmentInfos,
+    AbortSession: Done,
+    Claim: ClaimInfo,
+    AttachClaim: ClaimInfo,
+    RenewClaim: Done,
+    ReleaseClaim: Done,
+    GetSegments: Empty,
+    ListSegments: Empty,
+    UpdateSegments: Done,
+    Discard: Done,
+    GetPressure: Pressure,
+    GetStats: Stats,
+    RunQuery: Empty,
+}
+COMMANDS: dict[str, type[Command]] = {command.verb: command for command in REPLIES}
+
+
+class Reply(BaseModel):
+    """A reply: its body and binary attachments (Arrow IPC streams, manifests)."""
+
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+    body: Wire
+    blobs: Sequence[bytes] = ()
+
+
+def parse_command(verb: str, body: bytes) -> Command:
+    """The command that a Flight action carries.
+
+    Raises:
+        MalformedMessage: unknown verb, or a body that does not fit it; names key and value.
+    """
+    kind = COMMANDS.get(verb)
+    if kind is None:
+        raise MalformedMessage(f"unknown action {verb!r}: expected one of {', '.join(COMMANDS)}")
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise MalformedMessage(f"action {verb}: {explain(error)}") from None
+
+
+def pack_reply(reply: Reply) -> bytes:
+    """u32 length of a JSON head, the head (``body`` and blob lengths), then the blobs."""
+    sizes = [len(blob) for blob in reply.blobs]
+    head = json.dumps({"body": reply.body.model_dump(mode="json"), "blobs": sizes}).encode()
+    return b"".join([struct.pack("<I", len(head)), head, *reply.blobs])
+
+
+def unpack_reply(command: Command, raw: bytes) -> Reply:
+    """The reply to ``command`` from ``pack_reply``'s bytes."""
+    try:
+        (length,) = struct.unpack_from("<I", raw)
+        head = json.loads(raw[4 : 4 + length])
+        body = REPLIES[type(command)].model_validate(head["body"])
+        blobs, place = [], 4 + length
+        for size in head["blobs"]:
+            blobs.append(raw[place : place + size])
+            place += size
+        if place != len(raw):
+            raise ValueError(f"{len(raw)} bytes, expected {place}")
+    except (struct.error, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ArrowTQError):
+            raise
+        raise MalformedMessage(f"reply to {command.verb}: {error}") from None
+    return Reply(body=body, blobs=blobs)

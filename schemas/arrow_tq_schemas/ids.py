@@ -1,0 +1,108 @@
+"""Chunk ids: a UUIDv8 (RFC 9562) that says where its chunk lives.
+
+Bits, high to low: 48 unix time in ms, 4 version (8), 12 shard, 2 variant (0b10), 8 layer group,
+54 random. References and handles carry layer group 0; its siblings differ in the group bits alone.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+
+from arrow_tq_schemas.errors import MalformedMessage
+
+SHARD_MAX = (1 << 12) - 1
+GROUP_MAX = (1 << 8) - 1
+RANDOM_BITS = 54
+_GROUP_SHIFT = RANDOM_BITS
+_SHARD_SHIFT = 64
+_TIME_SHIFT = 80
+_GROUP_MASK = GROUP_MAX << _GROUP_SHIFT
+_VERSION = 8 << 76
+_VARIANT = 0b10 << 62
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ChunkId:
+    """128 bits, big-endian as bytes and as text."""
+
+    value: int
+
+    @classmethod
+    def make(cls, time_ms: int, shard: int, group: int, random: int) -> ChunkId:
+        """An id from its parts; each must be within its bits."""
+        if not (0 <= time_ms < 1 << 48 and 0 <= shard <= SHARD_MAX and 0 <= group <= GROUP_MAX):
+            raise MalformedMessage(f"chunk id parts {time_ms}, {shard}, {group}: out of range")
+        if not 0 <= random < 1 << RANDOM_BITS:
+            raise MalformedMessage(f"chunk id random part {random}: more than {RANDOM_BITS} bits")
+        return cls(
+            time_ms << _TIME_SHIFT
+            | _VERSION
+            | shard << _SHARD_SHIFT
+            | _VARIANT
+            | group << _GROUP_SHIFT
+            | random
+        )
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> ChunkId:
+        """The id whose 16 big-endian bytes these are; refuses another UUID version."""
+        if len(raw) != 16 or raw[6] >> 4 != 8 or raw[8] >> 6 != 0b10:
+            raise MalformedMessage(f"chunk id {raw.hex()}: expected the 16 bytes of a UUIDv8")
+        return cls(int.from_bytes(raw, "big"))
+
+    @classmethod
+    def from_hex(cls, text: str) -> ChunkId:
+        try:
+            return cls.from_bytes(bytes.fromhex(text))
+        except ValueError:
+            raise MalformedMessage(f"chunk id {text!r}: expected 32 hex digits of a UUIDv8") from None
+
+    def to_bytes(self) -> bytes:
+        return self.value.to_bytes(16, "big")
+
+    @property
+    def hex(self) -> str:
+        return f"{self.value:032x}"
+
+    @property
+    def time_ms(self) -> int:
+        return self.value >> _TIME_SHIFT
+
+    @property
+    def shard(self) -> int:
+        return self.value >> _SHARD_SHIFT & SHARD_MAX
+
+    @property
+    def group(self) -> int:
+        return self.value >> _GROUP_SHIFT & GROUP_MAX
+
+    def sibling(self, group: int) -> ChunkId:
+        """The chunk of the same rows in another layer group."""
+        if not 0 <= group <= GROUP_MAX:
+            raise MalformedMessage(f"layer group {group}: expected 0 to {GROUP_MAX}")
+        return ChunkId(self.value & ~_GROUP_MASK | group << _GROUP_SHIFT)
+
+
+class IdFactory:
+    """Makes chunk ids for one writer. Thread-safe, and safe after fork.
+
+    The random part starts at a random number and counts up, so that consecutive ids of a writer
+    differ in few bits: manifests compress by it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._random = 0
+
+    def next(self, shard: int) -> ChunkId:
+        with self._lock:
+            if self._pid != os.getpid():
+                self._pid = os.getpid()
+                self._random = secrets.randbits(RANDOM_BITS)
+            self._random = (self._random + 1) % (1 << RANDOM_BITS)
+            return ChunkId.make(time.time_ns() // 1_000_000, shard, 0, self._random)

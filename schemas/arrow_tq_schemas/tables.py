@@ -1,0 +1,129 @@
+"""Arrow schemas of the metadata tables, as SQL and ``batch.table`` show them.
+
+Columns that users pass (``session(..., lr=0.1)``, ``finalize(...)``, ``update(...)``) follow these as
+further columns, typed by their values. Times are UTC microseconds.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+_TEXT, _INT, _REAL, _BOOL = pa.string(), pa.int64(), pa.float64(), pa.bool_()
+_TIME = pa.timestamp("us", tz="UTC")
+_NAMES = pa.list_(pa.string())
+
+RUNS = pa.schema(
+    [
+        ("run", _TEXT),
+        ("durability", _TEXT),
+        ("epoch", _INT),
+        ("fields", _TEXT),
+        ("tasks", _TEXT),
+        ("policy_version", _TEXT),
+        ("created_at", _TIME),
+    ]
+)
+"""fields and tasks are their JSON declarations; policy_version is the newest that was set."""
+
+SESSIONS = pa.schema(
+    [
+        ("run", _TEXT),
+        ("session_id", _TEXT),
+        ("group_id", _TEXT),
+        ("status", _TEXT),
+        ("reason", _TEXT),
+        ("tasks", _NAMES),
+        ("steps", _INT),
+        ("created_at", _TIME),
+        ("updated_at", _TIME),
+        ("expires_at", _TIME),
+    ]
+)
+"""status: open, finalized, aborted, discarded or expired; reason says why it ended."""
+
+STEPS = pa.schema(
+    [
+        ("run", _TEXT),
+        ("session_id", _TEXT),
+        ("step_id", _TEXT),
+        ("parent_id", _TEXT),
+        ("step_index", _INT),
+        ("messages", _TEXT),
+        ("version", _TEXT),
+        ("sampled_start", _INT),
+        ("sampled_end", _INT),
+        ("num_tokens", _INT),
+        ("rewrite_at", _INT),
+        ("status", _TEXT),
+        ("created_at", _TIME),
+    ]
+)
+"""messages: the step's new messages as a JSON array; num_tokens: end position of its ``all`` fields;
+rewrite_at: first position whose token ids differ from the step before, if any."""
+
+SEGMENTS = pa.schema(
+    [
+        ("run", _TEXT),
+        ("segment_id", _TEXT),
+        ("session_id", _TEXT),
+        ("group_id", _TEXT),
+        ("view", _TEXT),
+        ("segment_index", _INT),
+        ("segment_count", _INT),
+        ("reward", _REAL),
+        ("num_tokens", _INT),
+        ("loss_tokens", _INT),
+        ("version_min", _TEXT),
+        ("version_max", _TEXT),
+        ("complete_fields", _NAMES),
+        ("finish_reason", _TEXT),
+        ("status", _TEXT),
+        ("reason", _TEXT),
+        ("created_at", _TIME),
+        ("updated_at", _TIME),
+    ]
+)
+"""status: ready, claimed (by some task), done (for every task), or discarded; finish_reason: why the
+segment ends where it does (``end``, ``rewrite``); reason: why it was discarded."""
+
+SPANS = pa.schema(
+    [
+        ("run", _TEXT),
+        ("segment_id", _TEXT),
+        ("field", _TEXT),
+        ("start", _INT),
+        ("rows", _INT),
+        ("chunk_id", _TEXT),
+        ("first_row", _INT),
+    ]
+)
+
+CHUNKS = pa.schema(
+    [
+        ("chunk_id", _TEXT),
+        ("run", _TEXT),
+        ("session_id", _TEXT),
+        ("field", _TEXT),
+        ("layer_group", _INT),
+        ("shard", _INT),
+        ("start", _INT),
+        ("rows", _INT),
+        ("bytes", _INT),
+        ("state", _TEXT),
+        ("created_at", _TIME),
+    ]
+)
+"""state: committed or released. Chunks that no step attached yet are only in their shard's index.
+One row a chunk and layer group."""
+
+TABLES: dict[str, pa.Schema] = {
+    "runs": RUNS,
+    "sessions": SESSIONS,
+    "steps": STEPS,
+    "segments": SEGMENTS,
+    "spans": SPANS,
+    "chunks": CHUNKS,
+}
+
+RESERVED_COLUMNS = frozenset(name for schema in TABLES.values() for name in schema.names)
+"""Names that a user's own column cannot take (``reward`` has a parameter of its own)."""

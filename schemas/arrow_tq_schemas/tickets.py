@@ -1,0 +1,174 @@
+"""Flight descriptors and tickets.
+
+A **put** descriptor (``PutStream``) opens a stream of one field's chunks, or of step commits. A **get**
+ticket is one of two kinds: ``SpanTicket`` is what our own client asks (spans of one field and layer
+group, values only, in request order); ``SegmentTicket`` is what ``GetFlightInfo`` hands to any Flight
+client (one field of some segments, rows carry segment and position). Ids and spans are packed as
+base64 of little-endian ``SPAN_DTYPE`` rows, zlib-compressed.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from typing import Annotated, Literal, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field as Bound, TypeAdapter, ValidationError
+
+from arrow_tq_schemas.chunks import Count, explain
+from arrow_tq_schemas.commands import View
+from arrow_tq_schemas.errors import MalformedMessage
+from arrow_tq_schemas.manifests import SPANS_MAX
+from arrow_tq_schemas.spans import SPAN_DTYPE, Spans
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PutStream(_Wire):
+    """Descriptor of a DoPut stream of chunks of one field and layer group.
+
+    Each batch has a ``ChunkHeader`` as app_metadata. The server acks with ``PutAck`` JSON: at once
+    after a batch whose message asks for it, and after a number of batches or bytes in any case.
+    """
+
+    kind: Literal["chunks"] = "chunks"
+    run: str
+    field: str
+    group: Annotated[int, Bound(ge=0, le=255)] = 0
+
+
+class CommitStream(_Wire):
+    """Descriptor of a DoPut stream whose messages are ``CommitSteps`` JSON; answers are ``StepResults``."""
+
+    kind: Literal["commits"] = "commits"
+
+
+class PutMessage(_Wire):
+    """app_metadata of one batch of a ``PutStream``."""
+
+    header: str
+    """``ChunkHeader`` JSON."""
+    ack: bool = False
+    """Answer after this batch."""
+
+
+class PutAck(_Wire):
+    """How many batches of this stream are stored so far, and the error of the one after, if any.
+
+    A refused batch is dropped, everything before it is stored, and the stream goes on.
+    """
+
+    stored: int
+    """Batches of the stream dealt with so far: stored or refused."""
+    errors: dict[str, dict[str, object]] = {}
+    """Chunk id to the wire form of its error, for batches refused since the last ack."""
+
+
+class SpanTicket(_Wire):
+    """Values of spans of one field and layer group."""
+
+    kind: Literal["spans"] = "spans"
+    run: str
+    field: str
+    group: Annotated[int, Bound(ge=0, le=255)] = 0
+    layers: list[int] | None = None
+    """Indices on the layer axis within the group, in the order wanted; None: all."""
+    spans: str
+    """Packed ``SPAN_DTYPE`` rows; their ids carry group 0."""
+    wait_s: float = 0.0
+    """How long to wait for pending chunks."""
+
+
+class SegmentTicket(_Wire):
+    """One field (and layer group) of segments, with a ``segment_id`` and a ``position`` column."""
+
+    kind: Literal["segments"] = "segments"
+    run: str
+    field: str
+    group: Annotated[int, Bound(ge=0, le=255)] = 0
+    layers: list[int] | None = None
+    segment_ids: list[str]
+    start: Count = 0
+    """Positions ``[start, end)`` of each segment; ``end`` None: to its last."""
+    end: Count | None = None
+
+
+class SqlTicket(_Wire):
+    """Result of a SQL query as a stream."""
+
+    kind: Literal["sql"] = "sql"
+    query: str
+    run: str | None = None
+
+
+class FlightQuery(_Wire):
+    """Descriptor command of GetFlightInfo: segments by id or by filter, and one field."""
+
+    kind: Literal["flight"] = "flight"
+    run: str
+    field: str
+    group: Annotated[int, Bound(ge=0, le=255)] = 0
+    layers: list[int] | None = None
+    segment_ids: list[str] | None = None
+    where: str | None = None
+    view: View = "lineage"
+    start: Count = 0
+    end: Count | None = None
+
+
+class FlightFilter(_Wire):
+    """Criteria of ListFlights; empty criteria list everything."""
+
+    run: str | None = None
+    where: str | None = None
+    view: View = "lineage"
+    limit: Annotated[int, Bound(ge=1, le=100_000)] = 1000
+
+
+PutDescriptor = PutStream | CommitStream
+Ticket = SpanTicket | SegmentTicket | SqlTicket
+_PUT: TypeAdapter[PutDescriptor] = TypeAdapter(Annotated[PutDescriptor, Bound(discriminator="kind")])
+_TICKET: TypeAdapter[Ticket] = TypeAdapter(Annotated[Ticket, Bound(discriminator="kind")])
+AnyModel = TypeVar("AnyModel")
+AnyWire = TypeVar("AnyWire", bound=_Wire)
+
+
+def parse_put(raw: bytes) -> PutDescriptor:
+    """Raises ``MalformedMessage`` naming key and value."""
+    return _parse(_PUT, raw, "put descriptor")
+
+
+def parse_ticket(raw: bytes) -> Ticket:
+    """Raises ``MalformedMessage`` naming key and value."""
+    return _parse(_TICKET, raw, "ticket")
+
+
+def parse(kind: type[AnyWire], raw: bytes) -> AnyWire:
+    """Raises ``MalformedMessage`` naming key and value."""
+    return _parse(TypeAdapter(kind), raw, kind.__name__)
+
+
+def _parse(adapter: TypeAdapter[AnyModel], raw: bytes, what: str) -> AnyModel:
+    try:
+        return adapter.validate_json(raw)
+    except ValidationError as error:
+        raise MalformedMessage(f"{what}: {explain(error)}") from None
+
+
+def pack_spans(spans: Spans) -> str:
+    return base64.b64encode(zlib.compress(spans.tobytes(), 1)).decode()
+
+
+def unpack_spans(text: str) -> Spans:
+    """Raises ``MalformedMessage`` for what ``pack_spans`` did not make."""
+    limit = SPANS_MAX * SPAN_DTYPE.itemsize
+    try:
+        raw = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), limit + 1)
+    except (ValueError, zlib.error) as error:
+        raise MalformedMessage(f"packed spans: {error}") from None
+    if len(raw) > limit or len(raw) % SPAN_DTYPE.itemsize:
+        raise MalformedMessage(f"packed spans of {len(raw)} bytes: expected whole rows, {limit} at most")
+    return np.frombuffer(raw, SPAN_DTYPE)

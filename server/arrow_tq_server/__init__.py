@@ -1,0 +1,1 @@
+"""The Flight server: a thin skin over the engine."""
