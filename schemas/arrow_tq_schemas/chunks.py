@@ -132,8 +132,9 @@ def from_array(
         data, kind, count = flat.buffers()[1], flat.type, rows
     dtype = np.dtype(kind.to_pandas_dtype())
     if data is None:
-        return np.empty((rows, *shape), dtype), valid
+        return np.zeros((rows, *shape), dtype), valid
     values = np.frombuffer(data, dtype=dtype, count=count, offset=first * dtype.itemsize)
+    values.flags.writeable = False
     return values.reshape(rows, *shape), valid
 
 
@@ -156,7 +157,7 @@ def checksum(
     digest.update(struct.pack("<I", len(run_bytes)) + run_bytes)
     digest.update(struct.pack("<I", len(field_bytes)) + field_bytes)
     digest.update(struct.pack("<QQQ", epoch, start, values.shape[0]))
-    if valid is None:
+    if valid is None or valid.all():
         digest.update(b"\x00")
     else:
         digest.update(b"\x01" + np.packbits(valid, bitorder="little").tobytes())

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field as Bound, ValidationError
+from pydantic import BaseModel, ConfigDict, Field as Bound, ValidationError, model_validator
 
 from arrow_tq_schemas.chunks import Count, Hex128, explain
 from arrow_tq_schemas.errors import ArrowTQError, MalformedMessage, from_wire
@@ -35,7 +35,8 @@ def new_request_id() -> str:
 
 
 class Wire(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Without this a NaN would travel as null, and arrive as None.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 class Command(Wire):
@@ -141,8 +142,14 @@ class StepCommit(Wire):
     parent: str | None = None
     messages: Json = "[]"
     version: str | None = None
-    sampled: tuple[int, int] | None = None
+    sampled: tuple[Count, Count] | None = None
     receipts: list[Receipt] = []
+
+    @model_validator(mode="after")
+    def _sampled_ascends(self) -> StepCommit:
+        if self.sampled is not None and self.sampled[0] > self.sampled[1]:
+            raise ValueError(f"sampled {self.sampled}: expected start <= end")
+        return self
 
 
 class CommitSteps(Command):
@@ -186,7 +193,7 @@ class FinalizeSession(Mutation):
     epoch: Count
     session_id: str
     view: View = "lineage"
-    reward: float | None = None
+    reward: Annotated[float, Bound(allow_inf_nan=False)] | None = None
     columns: Json = "{}"
 
 
@@ -447,11 +454,13 @@ def unpack_reply(command: Command, raw: bytes) -> Reply:
         body = REPLIES[type(command)].model_validate(head["body"])
         blobs, place = [], 4 + length
         for size in head["blobs"]:
+            if not isinstance(size, int) or size < 0:
+                raise ValueError(f"a blob of {size!r} bytes")
             blobs.append(raw[place : place + size])
             place += size
         if place != len(raw):
             raise ValueError(f"{len(raw)} bytes, expected {place}")
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, ArrowTQError):
             raise
         raise MalformedMessage(f"reply to {command.verb}: {error}") from None

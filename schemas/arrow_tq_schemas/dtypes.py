@@ -7,6 +7,7 @@ such type) and ``bool`` as ``uint8`` (Arrow's bool is bit-packed, which no tenso
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,18 +33,12 @@ class DType:
     """Little-endian storage dtype; what ``fetch`` returns for ``bfloat16`` is its bits."""
     arrow: pa.DataType
     """Arrow storage type of one value."""
+    integer_range: tuple[int, int] | None
+    """Smallest and largest value, or None for floats and bool."""
 
     @property
     def is_float(self) -> bool:
         return self.name == "bfloat16" or self.numpy.kind == "f"
-
-    @property
-    def integer_range(self) -> tuple[int, int] | None:
-        """Smallest and largest value, or None for floats and bool."""
-        if self.is_float or self.name == "bool":
-            return None
-        info = np.iinfo(self.numpy.name)
-        return int(info.min), int(info.max)
 
 
 def dtype(name: str) -> DType:
@@ -54,8 +49,17 @@ def dtype(name: str) -> DType:
     """
     if name not in NAMES:
         raise InvalidField(f"unknown dtype {name!r}: expected one of {', '.join(NAMES)}", dtype=name)
+    return _dtype(name)
+
+
+@functools.cache
+def _dtype(name: str) -> DType:
     storage = np.dtype(_STORED_AS.get(name, name)).newbyteorder("<")
-    return DType(name=name, numpy=storage, arrow=pa.from_numpy_dtype(storage))
+    bounds = None
+    if name not in _STORED_AS and storage.kind in "iu":
+        info = np.iinfo(storage)
+        bounds = int(info.min), int(info.max)
+    return DType(name, storage, pa.from_numpy_dtype(storage), bounds)
 
 
 def smallest_id_dtype(num_ids: int) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields as dataclass_fields
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -138,11 +139,13 @@ class Field:
 
     def to_json(self) -> dict[str, object]:
         """JSON-safe declaration; ``from_json`` gives an equal field."""
-        return {slot.name: getattr(self, slot.name) for slot in dataclass_fields(self)}
+        return {slot.name: _lists(getattr(self, slot.name)) for slot in dataclass_fields(self)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, object]) -> Field:
         known = {slot.name for slot in dataclass_fields(cls)}
+        if not isinstance(value, Mapping):
+            raise InvalidField(f"field declaration {value!r}: expected an object")
         unknown = sorted(set(value) - known)
         if unknown or "name" not in value or "dtype" not in value:
             raise InvalidField(f"field declaration {dict(value)!r}: unknown or missing keys {unknown}")
@@ -155,7 +158,7 @@ class Field:
             if self.layer_ids is not None or self.layer_groups is not None:
                 raise self._refuse("layer_ids and layer_groups need a layer_axis")
             return
-        if not isinstance(self.layer_axis, int) or not 0 <= self.layer_axis < len(self.shape):
+        if type(self.layer_axis) is not int or not 0 <= self.layer_axis < len(self.shape):
             raise self._refuse(f"layer_axis {self.layer_axis!r} is no axis of shape {self.shape}")
         count = self.shape[self.layer_axis]
         ids = range(count) if self.layer_ids is None else self.layer_ids
@@ -167,7 +170,11 @@ class Field:
             raise self._refuse(f"layer_ids {list(self.layer_ids)}: expected distinct ids from 0 up")
         if self.layer_groups is None:
             return
-        groups = tuple(self._int_tuple(group, "layer_groups") for group in self.layer_groups)
+        try:
+            lists = tuple(self.layer_groups)
+        except TypeError:
+            raise self._refuse(f"layer_groups {self.layer_groups!r}: expected lists of layer ids") from None
+        groups = tuple(self._int_tuple(group, "layer_groups") for group in lists)
         self._set("layer_groups", groups)
         flat = [layer for group in groups for layer in group]
         if flat != list(self.layer_ids) or not all(groups):
@@ -182,7 +189,7 @@ class Field:
         if self.num_experts is None:
             return
         bounds = self.type.integer_range
-        if not isinstance(self.num_experts, int) or self.num_experts < 1:
+        if type(self.num_experts) is not int or self.num_experts < 1:
             raise self._refuse(f"num_experts {self.num_experts!r}: expected a positive integer")
         if bounds is None or self.num_experts - 1 > bounds[1]:
             raise self._refuse(f"dtype {self.dtype} cannot hold ids up to {self.num_experts - 1}")
@@ -193,15 +200,36 @@ class Field:
         if not isinstance(value, int | float):
             raise self._refuse(f"{label} {value!r}: expected a number")
         bounds = self.type.integer_range
-        if bounds is not None and not (float(value).is_integer() and bounds[0] <= value <= bounds[1]):
-            raise self._refuse(f"{label} {value!r} does not fit {self.dtype}")
+        if bounds is not None:
+            whole = isinstance(value, int) or value.is_integer()
+            if not (whole and bounds[0] <= value <= bounds[1]):
+                raise self._refuse(f"{label} {value!r} does not fit {self.dtype}")
+        elif self.type.is_float:
+            self._check_float(label, value)
         if self.dtype == "bool" and value not in (0, 1):
             raise self._refuse(f"{label} {value!r} is not a bool")
 
+    def _check_float(self, label: str, value: Number) -> None:
+        # JSON has no NaN and no infinity, so a declaration could not travel with one.
+        try:
+            with np.errstate(over="ignore"):
+                finite = math.isfinite(value) and np.isfinite(self._as_float(value))
+        except OverflowError:
+            finite = False
+        if not finite:
+            raise self._refuse(f"{label} {value!r}: expected a finite {self.dtype}")
+
+    def _as_float(self, value: Number) -> np.floating[Any]:
+        """``value`` as the float dtype, or as the float32 that holds the bfloat16 nearest to it."""
+        if self.dtype != "bfloat16":
+            return cast("np.floating[Any]", self.type.numpy.type(value))
+        bits = np.float32(value).view(np.uint32)
+        rounded = (int(bits) + 0x7FFF + (int(bits) >> 16 & 1)) & 0xFFFF0000
+        return np.uint32(rounded).view(np.float32)
+
     def _stored(self, value: Number) -> np.generic:
         if self.dtype == "bfloat16":
-            # The upper half of a float32: exact for the small values that mark padding.
-            return np.uint16(np.float32(value).view(np.uint32) >> np.uint32(16))
+            return np.uint16(self._as_float(value).view(np.uint32) >> np.uint32(16))
         return self.type.numpy.type(value)
 
     def _int_tuple(self, values: Sequence[int], label: str) -> tuple[int, ...]:
@@ -220,6 +248,11 @@ class Field:
         return InvalidField(f"field {self.name!r}: {why}", field=self.name)
 
 
+def _lists(value: object) -> object:
+    """As JSON has it, so that a declaration equals itself after a trip."""
+    return [_lists(part) for part in value] if isinstance(value, tuple) else value
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """A consumer of a run. It claims and releases on its own.
@@ -231,12 +264,12 @@ class Task:
     """
 
     name: str
-    fields: tuple[str, ...] | None = None
+    fields: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         check_identifier(self.name, "task name")
         if self.fields is not None:
-            if isinstance(self.fields, str):
+            if isinstance(self.fields, str) or not isinstance(self.fields, Iterable):
                 raise InvalidField(f"task {self.name!r}: fields must be a list of names")
             names = tuple(check_identifier(name, f"task {self.name!r}: field") for name in self.fields)
             object.__setattr__(self, "fields", names)

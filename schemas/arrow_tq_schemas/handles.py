@@ -57,7 +57,7 @@ def constant(kind: Kind, rows: int) -> npt.NDArray[np.int32]:
 
 
 def kinds(handles: npt.NDArray[np.integer]) -> npt.NDArray[np.uint8]:
-    """The kind of each row of ``handles`` (``[rows, 6]``, any integer dtype); 0 for padding rows.
+    """The kind of each row of ``handles`` (``[rows, 6]``, int32 or wider, signed); 0 for padding rows.
 
     Raises:
         MalformedMessage: a row's check does not fit (two handles were added, or bytes were lost);

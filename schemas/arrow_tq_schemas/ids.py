@@ -6,9 +6,10 @@ Bits, high to low: 48 unix time in ms, 4 version (8), 12 shard, 2 variant (0b10)
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import secrets
-import threading
 import time
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ _TIME_SHIFT = 80
 _GROUP_MASK = GROUP_MAX << _GROUP_SHIFT
 _VERSION = 8 << 76
 _VARIANT = 0b10 << 62
+_HEX = re.compile(r"[0-9a-fA-F]{32}")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -56,10 +58,10 @@ class ChunkId:
 
     @classmethod
     def from_hex(cls, text: str) -> ChunkId:
-        try:
-            return cls.from_bytes(bytes.fromhex(text))
-        except ValueError:
-            raise MalformedMessage(f"chunk id {text!r}: expected 32 hex digits of a UUIDv8") from None
+        """The id that these 32 hex digits name; refuses another UUID version."""
+        if not isinstance(text, str) or not _HEX.fullmatch(text):
+            raise MalformedMessage(f"chunk id {text!r}: expected 32 hex digits of a UUIDv8")
+        return cls.from_bytes(bytes.fromhex(text))
 
     def to_bytes(self) -> bytes:
         return self.value.to_bytes(16, "big")
@@ -95,14 +97,17 @@ class IdFactory:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pid = 0
-        self._random = 0
+        self._writer = _writer()
 
     def next(self, shard: int) -> ChunkId:
-        with self._lock:
-            if self._pid != os.getpid():
-                self._pid = os.getpid()
-                self._random = secrets.randbits(RANDOM_BITS)
-            self._random = (self._random + 1) % (1 << RANDOM_BITS)
-            return ChunkId.make(time.time_ns() // 1_000_000, shard, 0, self._random)
+        # No lock, which a fork could copy while it is held: a race here only makes one writer more.
+        pid, count = self._writer
+        if pid != os.getpid():
+            self._writer = pid, count = _writer()
+        random = next(count) % (1 << RANDOM_BITS)
+        return ChunkId.make(time.time_ns() // 1_000_000, shard, 0, random)
+
+
+def _writer() -> tuple[int, itertools.count[int]]:
+    """This process, and a counter from a random number up."""
+    return os.getpid(), itertools.count(secrets.randbits(RANDOM_BITS))

@@ -25,6 +25,11 @@ MAGIC = b"ATQM"
 VERSION = 1
 SPANS_MAX = 1 << 24
 _HEAD = struct.Struct("<4sBI")
+_UNREADABLE = (
+    *(struct.error, zlib.error, ValueError, KeyError, TypeError, AttributeError),
+    *(OverflowError, RecursionError),
+)
+_BITS = {"start": 48, "row": 32, "rows": 32}
 OWNED_DTYPE = np.dtype([("high", "<u8"), ("low", "<u8")])
 
 
@@ -76,7 +81,7 @@ class Manifest:
         """Raises ``MalformedMessage`` for bytes of another version, cut, or that lie about sizes."""
         try:
             return cls._decode(raw)
-        except (struct.error, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        except _UNREADABLE as error:
             if isinstance(error, MalformedMessage):
                 raise
             raise MalformedMessage(f"manifest of {len(raw)} bytes: {error}") from None
@@ -96,11 +101,16 @@ class Manifest:
         size = 8 * (5 * total + 2 * owned_count)
         inflate = zlib.decompressobj()
         columns = inflate.decompress(raw[_HEAD.size + length :], size + 1)
-        if len(columns) != size:
-            raise MalformedMessage(f"manifest: columns of {len(columns)} bytes, expected {size}")
+        if len(columns) != size or not inflate.eof or inflate.unused_data:
+            raise MalformedMessage(
+                f"manifest: columns of {len(columns)} bytes, expected {size} and nothing after them"
+            )
         spans = np.empty(total, SPAN_DTYPE)
         for index, name in enumerate(("start", "high", "low", "row", "rows")):
-            spans[name] = _unpack(columns[8 * total * index : 8 * total * (index + 1)])
+            column = _unpack(columns[8 * total * index : 8 * total * (index + 1)])
+            if name in _BITS and total and column.max() >> np.uint64(_BITS[name]):
+                raise MalformedMessage(f"manifest: {name} {column.max()} is more than {_BITS[name]} bits")
+            spans[name] = column
         owned = np.empty(owned_count, OWNED_DTYPE)
         rest = columns[40 * total :]
         owned["high"] = _unpack(rest[: 8 * owned_count])

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field as Bound, TypeAdapter, ValidationError
 
 from arrow_tq_schemas.chunks import Count, explain
-from arrow_tq_schemas.commands import View
+from arrow_tq_schemas.commands import Seconds, View
 from arrow_tq_schemas.errors import MalformedMessage
 from arrow_tq_schemas.manifests import SPANS_MAX
 from arrow_tq_schemas.spans import SPAN_DTYPE, Spans
@@ -74,11 +74,11 @@ class SpanTicket(_Wire):
     run: str
     field: str
     group: Annotated[int, Bound(ge=0, le=255)] = 0
-    layers: list[int] | None = None
+    layers: list[Annotated[int, Bound(ge=0)]] | None = None
     """Indices on the layer axis within the group, in the order wanted; None: all."""
     spans: str
     """Packed ``SPAN_DTYPE`` rows; their ids carry group 0."""
-    wait_s: float = 0.0
+    wait_s: Seconds = 0.0
     """How long to wait for pending chunks."""
 
 
@@ -89,7 +89,7 @@ class SegmentTicket(_Wire):
     run: str
     field: str
     group: Annotated[int, Bound(ge=0, le=255)] = 0
-    layers: list[int] | None = None
+    layers: list[Annotated[int, Bound(ge=0)]] | None = None
     segment_ids: list[str]
     start: Count = 0
     """Positions ``[start, end)`` of each segment; ``end`` None: to its last."""
@@ -111,7 +111,7 @@ class FlightQuery(_Wire):
     run: str
     field: str
     group: Annotated[int, Bound(ge=0, le=255)] = 0
-    layers: list[int] | None = None
+    layers: list[Annotated[int, Bound(ge=0)]] | None = None
     segment_ids: list[str] | None = None
     where: str | None = None
     view: View = "lineage"
@@ -166,9 +166,10 @@ def unpack_spans(text: str) -> Spans:
     """Raises ``MalformedMessage`` for what ``pack_spans`` did not make."""
     limit = SPANS_MAX * SPAN_DTYPE.itemsize
     try:
-        raw = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), limit + 1)
+        inflate = zlib.decompressobj()
+        raw = inflate.decompress(base64.b64decode(text, validate=True), limit + 1)
     except (ValueError, zlib.error) as error:
         raise MalformedMessage(f"packed spans: {error}") from None
-    if len(raw) > limit or len(raw) % SPAN_DTYPE.itemsize:
+    if len(raw) > limit or len(raw) % SPAN_DTYPE.itemsize or not inflate.eof or inflate.unused_data:
         raise MalformedMessage(f"packed spans of {len(raw)} bytes: expected whole rows, {limit} at most")
     return np.frombuffer(raw, SPAN_DTYPE)

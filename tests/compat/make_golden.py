@@ -1,0 +1,293 @@
+"""Make the golden bytes of every contract anew: ``python tests/compat/make_golden.py``.
+
+Run it when a contract changes on purpose, and say in the changelog what changed: whatever was written
+with the old bytes is then no longer read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from arrow_tq_schemas import commands, handles, presets, tickets
+from arrow_tq_schemas.chunks import METADATA_KEY, Chunk, ChunkHeader, checksum
+from arrow_tq_schemas.commands import Command, Reply, StepCommit, TaskSpec, pack_reply
+from arrow_tq_schemas.errors import Misaligned, error_types
+from arrow_tq_schemas.fields import Field, Task
+from arrow_tq_schemas.ids import ChunkId
+from arrow_tq_schemas.manifests import OWNED_DTYPE, Manifest, ranges
+from arrow_tq_schemas.names import segment_id
+from arrow_tq_schemas.receipts import Receipt, StoredChunk
+from arrow_tq_schemas.spans import Span, to_spans
+from arrow_tq_schemas.tables import TABLES
+
+FOLDER = Path(__file__).parents[2] / "schemas" / "golden"
+FIRST = ChunkId.make(0x0197A0B1C2D3, 0x2A5, 0, 0x15555_55555_5555)
+SECOND = ChunkId.make(0x0197A0B1C2D4, 0x2A5, 0, 0x15555_55555_5556)
+REQUEST = "00112233445566778899aabbccddeeff"
+CLAIM = "ffeeddccbbaa99887766554433221100"
+EXPERTS = presets.routed_experts(layer_ids=[1, 2, 5], topk=2, num_experts=64, layer_groups=[[1], [2, 5]])
+SPANS = to_spans([Span(0, FIRST, 0, 3), Span(3, SECOND, 1, 2), Span(9, SECOND, 7, 1 << 20)])
+
+PACKED_SPANS = "eAFjYICApU2XD21cMJ0xFAxEG0CizFAMYi9tugKWD4PKMwLFmICYEyQJBOjy7GBRAQYAPwAV1g=="
+"""``SPANS`` as packed once: zlib may pack them otherwise tomorrow, and must then still read this."""
+
+
+def fields() -> dict[str, Field]:
+    return {
+        "token_ids": presets.token_ids(),
+        "logprobs": presets.logprobs(),
+        "loss_mask": presets.loss_mask(),
+        "routed_experts": EXPERTS,
+        "indexer_topk": presets.indexer_topk(layers=2, topk=4),
+        "values": Field("values", "bfloat16", fill=0.5),
+    }
+
+
+def chunk() -> tuple[Field, Chunk]:
+    """Three rows of layer group 1, the middle one null."""
+    values = np.array([[[1, 2], [3, 4]], [[0, 0], [0, 0]], [[63, 62], [61, 60]]], np.uint8)
+    valid = np.array([True, False, True])
+    chunk_id = FIRST.sibling(1)
+    digest = checksum(chunk_id, "qwen3-grpo", 2, EXPERTS.name, 1000, values, valid)
+    header = ChunkHeader(
+        id=chunk_id.hex, run="qwen3-grpo", epoch=2, field=EXPERTS.name, start=1000, rows=3, checksum=digest
+    )
+    return EXPERTS, Chunk(header, values, valid)
+
+
+def checksums() -> dict[str, str]:
+    """Arrays as ``dtype[shape]``, counted up from 0, null where the case says so."""
+    found = {}
+    for dtype in ("uint8", "<u2", "<i4", "<i8", "<f2", "<f4", "<f8"):
+        for shape in ((1,), (9,), (9, 2), (3, 2, 4), (300, 40)):
+            values = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+            for label, valid in (("", None), (" every third row null", np.arange(shape[0]) % 3 != 0)):
+                stored = values.copy()
+                if valid is not None:
+                    stored[~valid] = 0
+                found[f"{dtype}{list(shape)}{label}"] = checksum(FIRST, "run", 7, "näme", 5, stored, valid)
+    return found
+
+
+def arrow_stream() -> bytes:
+    field, value = chunk()
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, field.arrow_schema(1)) as writer:
+        writer.write_batch(value.to_batch(field), custom_metadata={METADATA_KEY: value.header.to_bytes()})
+    return bytes(sink.getvalue())
+
+
+def receipt() -> Receipt:
+    chunks = [
+        StoredChunk(id=FIRST.hex, start=1000, rows=3, bytes=18, groups=2, valid=[(0, 1), (2, 3)]),
+        StoredChunk(id=SECOND.hex, start=1003, rows=5, bytes=30, groups=2),
+    ]
+    return Receipt(run="qwen3-grpo", epoch=2, field=EXPERTS.name, start=1000, rows=8, chunks=chunks)
+
+
+def manifest() -> Manifest:
+    owned = [(chunk_id.value >> 64, chunk_id.value & (1 << 64) - 1) for chunk_id in (FIRST, SECOND)]
+    return Manifest(
+        segment_id("s-17", "lineage", 0),
+        (1 << 20) + 9,
+        {"token_ids": SPANS, "logprobs": SPANS[1:2], "routed_experts": SPANS[:0]},
+        ranges([[3, 5], [9, 1000]]),
+        ranges([[9, 1000]]),
+        np.array(owned, OWNED_DTYPE),
+    )
+
+
+def all_handles() -> bytes:
+    rows = [
+        handles.expand(SPANS[:2]),
+        handles.constant(handles.Kind.FILL, 1),
+        handles.constant(handles.Kind.HOLE, 1),
+    ]
+    return np.concatenate(rows).astype("<i4").tobytes()
+
+
+def all_tickets() -> dict[str, tickets.PutDescriptor | tickets.Ticket]:
+    return {
+        "PutStream": tickets.PutStream(run="r", field="routed_experts", group=1),
+        "CommitStream": tickets.CommitStream(),
+        "SpanTicket": tickets.SpanTicket(
+            run="r", field="routed_experts", group=1, layers=[1, 0], spans=PACKED_SPANS, wait_s=1.5
+        ),
+        "SegmentTicket": tickets.SegmentTicket(
+            run="r", field="logprobs", segment_ids=["s-17~0", "s-18~t1"], start=4, end=9
+        ),
+        "SqlTicket": tickets.SqlTicket(query="SELECT 1", run="r"),
+    }
+
+
+def flight_messages() -> dict[str, tickets._Wire]:
+    return {
+        "FlightQuery": tickets.FlightQuery(run="r", field="logprobs", where="reward > 0"),
+        "FlightFilter": tickets.FlightFilter(run="r"),
+        "PutMessage": tickets.PutMessage(header=chunk()[1].header.to_bytes().decode(), ack=True),
+        "PutAck": tickets.PutAck(stored=3, errors={FIRST.hex: Misaligned("here", position=3).to_wire()}),
+    }
+
+
+def all_commands() -> list[Command]:
+    """Every command, each with values that differ from its defaults."""
+    key, owner = {"request_id": REQUEST, "run": "r"}, {"request_id": REQUEST, "run": "r", "epoch": 2}
+    step = StepCommit(
+        run="r", epoch=2, session_id="s-17", step_id="call-1", parent="call-0",
+        messages='[{"role": "user", "content": "\\ud800"}]', version="12", sampled=(3, 9),
+        receipts=[receipt()],
+    )  # fmt: skip
+    declared = [field.to_json() for field in fields().values()]
+    return [
+        commands.OpenRun(
+            **key, fields=declared, tasks=[TaskSpec(name="actor", fields=["logprobs"])],
+            durability="disk", epoch=3,
+        ),
+        commands.SetPolicyVersion(**owner, version="12"),
+        commands.CloseGroup(**owner, group="prompt-3"),
+        commands.OpenSession(
+            **owner, session_id="s-17", group="prompt-3", tasks=[], ttl_s=60.0, columns='{"lr": 0.1}'
+        ),
+        commands.CommitSteps(steps=[step]),
+        commands.DropChunks(**key, chunk_ids=[FIRST.hex]),
+        commands.FinalizeSession(
+            **owner, session_id="s-17", view="timeline", reward=0.5, columns='{"ok": true}'
+        ),
+        commands.AbortSession(**owner, session_id="s-17", reason="too long"),
+        commands.Claim(
+            **key, limit=512, where="reward > 0", task="actor", unit="group", group_size=8, view="timeline",
+            order_by="created_at", max_staleness=2, on_stale="discard", lease_s=60.0, wait_s=5.0, like=CLAIM,
+        ),
+        commands.AttachClaim(**key, claim_id=CLAIM, rank=1, world=8),
+        commands.RenewClaim(**key, claim_id=CLAIM),
+        commands.ReleaseClaim(**key, claim_id=CLAIM, rank=1, world=8),
+        commands.GetSegments(run="r", ids=["s-17"], view="timeline", manifests=False),
+        commands.ListSegments(run="r", where="reward > 0", view="timeline", limit=10),
+        commands.UpdateSegments(**key, ids=["s-17"], view="timeline", columns='{"reward": 1.0}'),
+        commands.Discard(**owner, ids=["s-17"], where=None, view="timeline", reason="stale"),
+        commands.GetPressure(),
+        commands.GetStats(),
+        commands.RunQuery(query="SELECT 1", run="r"),
+    ]  # fmt: skip
+
+
+def replies() -> dict[str, commands.Wire]:
+    return {
+        "RunInfo": commands.RunInfo(
+            run="r", fields=[Field("x", "int32").to_json()], tasks=[TaskSpec(name="actor")],
+            durability="process", epoch=2, policy_version="12",
+        ),
+        "SessionInfo": commands.SessionInfo(
+            session_id="s-17", group=None, status="open", last_step="call-1", ends={"token_ids": 9}
+        ),
+        "StepResults": commands.StepResults(
+            results=[
+                commands.StepResult(step_id="call-1", step_index=0),
+                commands.StepResult(step_id="call-2", error=Misaligned("here", position=3).to_wire()),
+            ]
+        ),
+        "SegmentInfos": commands.SegmentInfos(
+            segments=[
+                commands.SegmentInfo(
+                    segment_id="s-17~0", session_id="s-17", num_tokens=9, loss_tokens=6,
+                    complete_fields=["token_ids"], finish_reason="end",
+                )
+            ]
+        ),
+        "ClaimInfo": commands.ClaimInfo(
+            claim_id=CLAIM, run="r", task="actor", view="lineage", segments=3, lease_s=60.0
+        ),
+        "Pressure": commands.Pressure(
+            capacity_bytes=100, used_bytes=25, fill=0.25, soft_mark=0.75, oldest_unclaimed_s=1.5,
+            open_sessions=1, unclaimed_segments=2, waiters=3,
+        ),
+        "Stats": commands.Stats(values={"chunks{run=r}": 3.0}),
+        "Done": commands.Done(count=3),
+        "Empty": commands.Empty(),
+    }  # fmt: skip
+
+
+def golden() -> dict[str, bytes]:
+    """Every golden file by its name."""
+    head, columns = manifest().parts()
+    reply = Reply(body=commands.Done(count=2), blobs=[b"one", b"", b"three"])
+    return {
+        "chunk_id.txt": lines([FIRST.hex, FIRST.sibling(255).hex, SECOND.hex]),
+        "chunk_header.json": chunk()[1].header.to_bytes() + b"\n",
+        "checksums.json": pretty(checksums()),
+        "chunk.arrows": arrow_stream(),
+        "receipt.json": receipt().to_json().encode() + b"\n",
+        "manifest.head.json": head + b"\n",
+        "manifest.columns.bin": columns,
+        "handles.bin": all_handles(),
+        "tickets.json": wires({**all_tickets(), **flight_messages()}),
+        "commands.json": wires({command.verb: command for command in all_commands()}),
+        "replies.json": wires(replies()),
+        "reply.bin": pack_reply(reply),
+        "fields.json": pretty({name: field.to_json() for name, field in fields().items()}),
+        "tasks.json": pretty([Task("actor").to_json(), Task("critic", ("logprobs",)).to_json()]),
+        "arrow_schemas.txt": schemas({name: field.arrow_schema() for name, field in fields().items()}),
+        "tables.txt": schemas(TABLES),
+        "errors.json": pretty(error_codes()),
+        "error.json": pretty(Misaligned("token 3 differs", position=3).to_wire()),
+    }
+
+
+def error_codes() -> dict[str, dict[str, object]]:
+    return {
+        code: {
+            "class": kind.__name__,
+            "bases": [base.__name__ for base in kind.__bases__],
+            "retryable": kind.retryable,
+        }
+        for code, kind in sorted(error_types().items())
+    }
+
+
+def schemas(tables: dict[str, pa.Schema]) -> bytes:
+    """As text, metadata and nullability included."""
+    shown = []
+    for name, schema in tables.items():
+        shown.append(f"{name}:")
+        for column in schema:
+            metadata = {key.decode(): value.decode() for key, value in (column.metadata or {}).items()}
+            null = "" if column.nullable else " not null"
+            shown.append(
+                f"  {column.name}: {column.type}{null} {json.dumps(metadata) if metadata else ''}".rstrip()
+            )
+    return lines(shown)
+
+
+def wires(values: dict[str, object]) -> bytes:
+    """One message a line, as it travels."""
+    return lines([f"{name} {value.model_dump_json()}" for name, value in values.items()])  # type: ignore[attr-defined]
+
+
+def pretty(value: object) -> bytes:
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def lines(values: list[str]) -> bytes:
+    return "".join(f"{value}\n" for value in values).encode()
+
+
+def encoded_manifest() -> bytes:
+    """Written once: zlib may pack it otherwise tomorrow, and must then still read this."""
+    return manifest().encode()
+
+
+def main() -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for old in FOLDER.iterdir():
+        old.unlink()
+    for name, raw in {**golden(), "manifest.bin": encoded_manifest()}.items():
+        (FOLDER / name).write_bytes(raw)
+        print(f"{len(raw):8} {name}")
+
+
+if __name__ == "__main__":
+    main()
