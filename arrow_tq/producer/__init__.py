@@ -1,1 +1,1 @@
-
+"""The producing side: sessions, their steps, and how arrays become chunks."""

@@ -1,0 +1,212 @@
+"""A step: one model call, committed whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from arrow_tq.backend import PutHandle
+from arrow_tq.calls import ask
+from arrow_tq.producer.encode import encode
+from arrow_tq_schemas.commands import Done, DropChunks, StepCommit
+from arrow_tq_schemas.errors import ArrowTQError, Conflict, MalformedMessage
+from arrow_tq_schemas.receipts import Receipt, chunk_ids
+
+if TYPE_CHECKING:
+    from arrow_tq.producer.session import Session
+
+CLEAN_UP_S = 10.0
+"""How long a failed step waits for its puts under way before it frees them."""
+
+
+class Step:
+    """A step being written. ``with`` commits it on exit; an exception inside frees what it wrote.
+
+    ``async with`` gives the awaitable twin, an ``AsyncStep``.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        step_id: str,
+        parent: str | None,
+        messages: str,
+        version: str | None,
+        sampled: tuple[int, int] | None,
+    ) -> None:
+        self.session = session
+        self.id = step_id
+        self._parent = parent
+        self._messages = messages
+        self._version = version
+        self._sampled = sampled
+        self._receipts: list[Receipt] = []
+        self._written: list[Receipt] = []
+        self._pending: list[PutHandle] = []
+        self._state = "open"
+
+    def put(self, field: str, array: object, start: int) -> Receipt:
+        """Store rows of a field at absolute positions ``[start, start + rows)``.
+
+        The array is the caller's again when this returns. Rows travel in the background where they had
+        to be converted anyway; the step's commit waits for them.
+
+        Args:
+            field: a field of the run.
+            array: ``[rows, *field.shape]``: numpy, nested lists, pyarrow or torch.
+            start: absolute position of the first row.
+
+        Raises:
+            InvalidField: shape or dtype does not fit; names both.
+            ValueOutOfRange: a value does not fit; names field, value and position.
+            StoreFull: no room; retryable.
+        """
+        self._check_open("put")
+        run = self.session.run
+        declared = run.field(field)
+        encoded = encode(
+            declared,
+            array,
+            start,
+            run=run.name,
+            epoch=run.epoch,
+            shard=run.backend.shard(),
+            ids=run.ids,
+            chunk_bytes=run.chunk_bytes,
+        )
+        self._written.append(encoded.receipt)
+        handles = [run.backend.put(declared, chunks) for chunks in encoded.chunks_by_group if chunks]
+        if encoded.copied:
+            self._pending.extend(handles)
+        else:
+            # The chunks are the caller's own memory, which it may change once this returns.
+            for handle in handles:
+                handle.wait(run.put_timeout_s)
+        self._receipts.append(encoded.receipt)
+        return encoded.receipt
+
+    def attach(self, receipt: Receipt | str | bytes | Mapping[str, object]) -> None:
+        """Make rows that another writer stored (an engine with a recorder) part of this step."""
+        self._check_open("attach")
+        if isinstance(receipt, Mapping):
+            try:
+                receipt = Receipt.model_validate(receipt)
+            except ValueError as error:
+                raise MalformedMessage(f"receipt: {error}") from None
+        elif not isinstance(receipt, Receipt):
+            receipt = Receipt.from_json(receipt)
+        self.session.run.field(receipt.field)
+        self._receipts.append(receipt)
+
+    def commit(self) -> None:
+        """Wait for the puts, then commit. Called by the context manager's exit.
+
+        Raises:
+            RowCountMismatch: ``all`` fields end at different positions; names both.
+            SessionClosed, StaleEpoch, Conflict: as their names say. The step's chunks are freed.
+        """
+        self._check_open("commit")
+        try:
+            self._flush()
+            self.session.run.backend.commit(self._record())
+        except BaseException:
+            self.cancel()
+            raise
+        self._state = "committed"
+
+    def cancel(self) -> None:
+        """Free what the step wrote; receipts of others are left to their writers. Idempotent."""
+        if self._state != "open":
+            return
+        self._state = "cancelled"
+        ids = chunk_ids(self._written)
+        for handle in self._pending:
+            try:
+                handle.wait(CLEAN_UP_S)
+            except ArrowTQError:
+                # The put failed: there is nothing to free, and its error was raised or is superseded.
+                continue
+        if ids:
+            names = [chunk.hex for chunk in ids]
+            try:
+                run = self.session.run
+                ask(run.backend, DropChunks(run=run.name, chunk_ids=names), Done)
+            except ArrowTQError:
+                # A store out of reach reaps them itself: nothing attached them.
+                return
+
+    def _flush(self) -> None:
+        for handle in self._pending:
+            handle.wait(self.session.run.put_timeout_s)
+        self._pending.clear()
+
+    def _record(self) -> StepCommit:
+        run = self.session.run
+        return StepCommit.model_construct(
+            run=run.name,
+            epoch=run.epoch,
+            session_id=self.session.id,
+            step_id=self.id,
+            parent=self._parent,
+            messages=self._messages,
+            version=self._version,
+            sampled=self._sampled,
+            receipts=self._receipts,
+        )
+
+    def _check_open(self, what: str) -> None:
+        if self._state != "open":
+            raise Conflict(f"{what} on step {self.id!r}: it is {self._state} already", step_id=self.id)
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._state != "open":
+            return
+        if error is None:
+            self.commit()
+        else:
+            self.cancel()
+
+    async def __aenter__(self) -> AsyncStep:
+        return AsyncStep(self)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.session.run.threads.call(self.__exit__, kind, error, trace)
+
+
+class AsyncStep:
+    """What ``async with session.step(...)`` gives: the same step, awaitable."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    @property
+    def id(self) -> str:
+        return self._step.id
+
+    @property
+    def session(self) -> Session:
+        return self._step.session
+
+    async def put(self, field: str, array: object, start: int) -> Receipt:
+        """As ``Step.put``."""
+        return await self.session.run.threads.call(self._step.put, field, array, start)
+
+    async def attach(self, receipt: Receipt | str | bytes | Mapping[str, object]) -> None:
+        """As ``Step.attach``."""
+        self._step.attach(receipt)
+
+    async def commit(self) -> None:
+        """As ``Step.commit``."""
+        await self.session.run.threads.call(self._step.commit)
+
+    async def cancel(self) -> None:
+        """As ``Step.cancel``."""
+        await self.session.run.threads.call(self._step.cancel)

@@ -1,0 +1,302 @@
+"""``Run``: one training run, the namespace of its sessions, segments and claims."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import pyarrow as pa
+
+from arrow_tq.aio import Threads
+from arrow_tq.backend import Backend
+from arrow_tq.calls import Ids, ask, checked, columns_json, read_table, segment_ids
+from arrow_tq.producer.encode import CHUNK_BYTES
+from arrow_tq.producer.session import Session
+from arrow_tq.trainer.batch import Batch
+from arrow_tq.trainer.reference import BatchRef
+from arrow_tq.trainer.tables import segment_table
+from arrow_tq_schemas.commands import (
+    AttachClaim,
+    Claim,
+    ClaimInfo,
+    CloseGroup,
+    Discard,
+    Done,
+    OpenSession,
+    RunInfo,
+    RunQuery,
+    SessionInfo,
+    SetPolicyVersion,
+    UpdateSegments,
+    View,
+)
+from arrow_tq_schemas.errors import InternalError, NotFound, StoreFull
+from arrow_tq_schemas.fields import Field, Task
+from arrow_tq_schemas.ids import IdFactory
+from arrow_tq_schemas.names import check_id, check_session
+
+ROOM_POLL_S = 0.25
+"""How often a session that waits for room asks again."""
+
+
+class Run:
+    """One training run. Made by ``store.run``; thread-safe.
+
+    Attributes:
+        name: the run's name.
+        epoch: the epoch that this writer joined.
+        fields: the declared fields by name.
+        tasks: the declared tasks by name.
+        chunk_bytes: aimed size of one chunk; larger puts become several.
+        put_timeout_s: how long a step waits for its rows to be stored.
+    """
+
+    def __init__(self, backend: Backend, threads: Threads, info: RunInfo) -> None:
+        self.backend = backend
+        self.threads = threads
+        self.ids = IdFactory()
+        self.name = info.run
+        self.epoch = info.epoch
+        self.durability = info.durability
+        self.fields = {field.name: field for field in map(Field.from_json, info.fields)}
+        self.tasks = {spec.name: Task(spec.name, _names(spec.fields)) for spec in info.tasks}
+        self.chunk_bytes = CHUNK_BYTES
+        self.put_timeout_s = 120.0
+
+    def field(self, name: str) -> Field:
+        """The declared field; raises ``NotFound`` naming those that exist."""
+        found = self.fields.get(name)
+        if found is None:
+            known = ", ".join(self.fields)
+            raise NotFound(f"run {self.name!r} has no field {name!r}; it has {known}", field=name)
+        return found
+
+    # -- producers -----------------------------------------------------------------------------
+
+    def session(
+        self,
+        id: str,
+        group: str | None = None,
+        tasks: Iterable[str] | None = None,
+        ttl_s: float | None = None,
+        wait_s: float = 0,
+        **columns: object,
+    ) -> Session:
+        """Open a session, or open it again while it is open.
+
+        Args:
+            id: the session's id, unique in the run for ever.
+            group: the group it belongs to (the samples of one prompt).
+            tasks: tasks that may claim it; None for all, ``()`` for none (evaluation).
+            ttl_s: seconds after which it expires if it is unfinished, or has no tasks.
+            wait_s: how long to wait for room in a full store before ``StoreFull``.
+            columns: further columns of the session, inherited by its segments.
+
+        Raises:
+            SessionClosed: it was finalized, aborted or discarded.
+            StoreFull: past the soft mark only sessions that are open already get room; retryable.
+        """
+        with checked(f"session {id!r}"):
+            command = OpenSession(
+                run=self.name,
+                epoch=self.epoch,
+                session_id=check_session(id),
+                group=None if group is None else check_id(group, "group"),
+                tasks=None if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks),
+                ttl_s=ttl_s,
+                columns=columns_json(columns),
+            )
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                return Session(self, ask(self.backend, command, SessionInfo))
+            except StoreFull:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise
+                time.sleep(min(ROOM_POLL_S, left))
+
+    # -- trainers ------------------------------------------------------------------------------
+
+    def claim(
+        self,
+        limit: int,
+        where: str | None = None,
+        task: str | None = None,
+        unit: Literal["session", "segment", "group"] = "session",
+        group_size: int | None = None,
+        view: View = "lineage",
+        order_by: str | None = None,
+        max_staleness: int | None = None,
+        on_stale: Literal["keep", "discard", "discard_group"] = "keep",
+        lease_s: float = 600,
+        wait_s: float = 0,
+        like: str | None = None,
+    ) -> Batch:
+        """Take up to ``limit`` segments for a task, whole units at a time. Empty when nothing fits.
+
+        Args:
+            limit: number of segments at most.
+            where: predicate over segment columns, such as ``"reward IS NOT NULL AND num_tokens < 4096"``.
+            task: whose claim it is; may be left out where the run declares one task.
+            unit: what is never split: a session's segments, one segment, or a group's sessions.
+            group_size: finished sessions that make a group whole.
+            view: which segments of a session.
+            order_by: columns to take segments by; the order of finalizing when left out.
+            max_staleness: policy versions that a segment's oldest token may be behind.
+            on_stale: what becomes of segments staler than that.
+            lease_s: seconds until the claim ends by itself; renewed in the background while the batch lives.
+            wait_s: how long to wait for something to fit.
+            like: a batch's ``ref``: take the same segments for another task.
+
+        Raises:
+            LimitTooSmall: the next unit alone has more than ``limit`` segments.
+            InvalidQuery: ``where`` or ``order_by`` is refused.
+        """
+        with checked("claim"):
+            command = Claim(
+                run=self.name,
+                limit=limit,
+                where=where,
+                task=task,
+                unit=unit,
+                group_size=group_size,
+                view=view,
+                order_by=order_by,
+                max_staleness=max_staleness,
+                on_stale=on_stale,
+                lease_s=lease_s,
+                wait_s=wait_s,
+                like=None if like is None else BatchRef.parse(like, self.name).claim,
+            )
+        reply = self.backend.execute(command)
+        return self._batch(reply.body, reply.blobs[0], None, None)
+
+    def attach(self, ref: str, rank: int, world: int) -> Batch:
+        """Join a claim by its ``ref`` as one of ``world`` ranks; all see the same table."""
+        claim_id = BatchRef.parse(ref, self.name).claim
+        with checked("attach"):
+            command = AttachClaim(run=self.name, claim_id=claim_id, rank=rank, world=world)
+        reply = self.backend.execute(command)
+        return self._batch(reply.body, reply.blobs[0], rank, world)
+
+    def update(self, ids: Ids, view: View = "lineage", **columns: object) -> int:
+        """Set ``reward`` or other columns of segments after finalize; says how many rows changed."""
+        with checked("update"):
+            command = UpdateSegments(
+                run=self.name, ids=segment_ids(ids), view=view, columns=columns_json(columns)
+            )
+        return ask(self.backend, command, Done).count
+
+    def discard(
+        self, ids: Ids | None = None, where: str | None = None, *, reason: str, view: View = "lineage"
+    ) -> int:
+        """Free what will never be trained. Rows stay, with the reason; says how many segments."""
+        with checked("discard"):
+            command = Discard(
+                run=self.name,
+                epoch=self.epoch,
+                ids=None if ids is None else segment_ids(ids),
+                where=where,
+                view=view,
+                reason=check_id(reason, "reason"),
+            )
+        return ask(self.backend, command, Done).count
+
+    def close_group(self, id: str) -> None:
+        """No further session will join this group."""
+        ask(self.backend, CloseGroup(run=self.name, epoch=self.epoch, group=check_id(id, "group")), Done)
+
+    def set_policy_version(self, version: str) -> None:
+        """Tell which version the trainer now serves; staleness is counted in these."""
+        command = SetPolicyVersion(run=self.name, epoch=self.epoch, version=check_id(version, "version"))
+        ask(self.backend, command, Done)
+
+    # -- people --------------------------------------------------------------------------------
+
+    def sql(self, query: str) -> pa.Table:
+        """DuckDB SQL over this run's tables: runs, sessions, steps, segments, spans, chunks."""
+        return read_table(self.backend.execute(RunQuery(query=query, run=self.name)).blobs[0])
+
+    def table(self, ids: Ids, fields: Sequence[str] | None = None, view: View = "lineage") -> pa.Table:
+        """One row a segment: its metadata columns, and each field as a list column (all when None).
+
+        Scalars are ``large_list<value>``; items with a shape are ``large_list<fixed_size_list>`` of the
+        flattened item.
+        """
+        names = list(self.fields) if fields is None else list(fields)
+        return segment_table(
+            self.backend, self.name, [self.field(name) for name in names], segment_ids(ids), view
+        )
+
+    # -- awaitable twins -----------------------------------------------------------------------
+
+    async def asession(
+        self,
+        id: str,
+        group: str | None = None,
+        tasks: Iterable[str] | None = None,
+        ttl_s: float | None = None,
+        wait_s: float = 0,
+        **columns: object,
+    ) -> Session:
+        return await self.threads.call(self.session, id, group, tasks, ttl_s, wait_s, **columns)
+
+    async def aclaim(
+        self,
+        limit: int,
+        where: str | None = None,
+        task: str | None = None,
+        unit: Literal["session", "segment", "group"] = "session",
+        group_size: int | None = None,
+        view: View = "lineage",
+        order_by: str | None = None,
+        max_staleness: int | None = None,
+        on_stale: Literal["keep", "discard", "discard_group"] = "keep",
+        lease_s: float = 600,
+        wait_s: float = 0,
+        like: str | None = None,
+    ) -> Batch:
+        return await self.threads.call(
+            self.claim,
+            *(limit, where, task, unit, group_size, view, order_by, max_staleness, on_stale),
+            lease_s=lease_s,
+            wait_s=wait_s,
+            like=like,
+        )
+
+    async def aattach(self, ref: str, rank: int, world: int) -> Batch:
+        return await self.threads.call(self.attach, ref, rank, world)
+
+    async def aupdate(self, ids: Ids, view: View = "lineage", **columns: object) -> int:
+        return await self.threads.call(self.update, ids, view, **columns)
+
+    async def adiscard(
+        self, ids: Ids | None = None, where: str | None = None, *, reason: str, view: View = "lineage"
+    ) -> int:
+        return await self.threads.call(self.discard, ids, where, reason=reason, view=view)
+
+    async def aclose_group(self, id: str) -> None:
+        await self.threads.call(self.close_group, id)
+
+    async def aset_policy_version(self, version: str) -> None:
+        await self.threads.call(self.set_policy_version, version)
+
+    async def asql(self, query: str) -> pa.Table:
+        return await self.threads.call(self.sql, query)
+
+    async def atable(self, ids: Ids, fields: Sequence[str] | None = None, view: View = "lineage") -> pa.Table:
+        return await self.threads.call(self.table, ids, fields, view)
+
+    def __repr__(self) -> str:
+        return f"Run({self.name!r}, epoch={self.epoch})"
+
+    def _batch(self, info: object, table: bytes, rank: int | None, world: int | None) -> Batch:
+        if not isinstance(info, ClaimInfo):
+            raise InternalError(f"reply to a claim: {type(info).__name__}")
+        return Batch(self, info, read_table(table), rank, world)
+
+
+def _names(fields: Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if fields is None else tuple(fields)

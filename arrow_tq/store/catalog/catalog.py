@@ -1,0 +1,330 @@
+"""``Catalog``: the metadata of a store, and the owner of each chunk's state."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import pyarrow as pa
+
+from arrow_tq.calls import write_table
+from arrow_tq.store.catalog import changes, discards, leases, runs as run_rows, segments, sessions
+from arrow_tq.store.catalog.chunk_rows import read_states
+from arrow_tq.store.catalog.claiming import Claiming
+from arrow_tq.store.catalog.claims import claim_table, keep_table
+from arrow_tq.store.catalog.columns import read_kinds
+from arrow_tq.store.catalog.config import CatalogConfig, CatalogGauges, ChunkPins
+from arrow_tq.store.catalog.database import Readers, checkpoint, open_checkpointer, open_writer
+from arrow_tq.store.catalog.expiry import expire_all, something_is_due
+from arrow_tq.store.catalog.finalize import compose_session, store_segments
+from arrow_tq.store.catalog.gauges import read_gauges
+from arrow_tq.store.catalog.paths import TokenPaths
+from arrow_tq.store.catalog.requests import once
+from arrow_tq.store.catalog.runs import CommittedRuns, WriterRuns
+from arrow_tq.store.catalog.step_plans import StepPlan, plan_step
+from arrow_tq.store.catalog.steps import commit_step
+from arrow_tq.store.catalog.waiting import Waiters
+from arrow_tq.store.catalog.writer import Again, Apply, Outcome, Writer
+from arrow_tq_schemas.commands import (
+    AbortSession,
+    AttachClaim,
+    Claim,
+    CloseGroup,
+    Command,
+    Discard,
+    Empty,
+    FinalizeSession,
+    GetSegments,
+    ListSegments,
+    Mutation,
+    OpenRun,
+    OpenSession,
+    ReleaseClaim,
+    RenewClaim,
+    Reply,
+    RunInfo,
+    SetPolicyVersion,
+    StepCommit,
+    StepResult,
+    UpdateSegments,
+    Wire,
+)
+from arrow_tq_schemas.errors import ArrowTQError, Busy, InvalidInput, Unsupported
+from arrow_tq_schemas.ids import ChunkId
+from arrow_tq_schemas.spans import Spans
+
+Result = TypeVar("Result")
+FINALIZE_TRIES_MAX = 20
+"""Times that a session is composed again because a step was committed meanwhile."""
+
+
+class Catalog:
+    """SQLite metadata of one store. All methods may be called from any thread.
+
+    What a command changes is committed when ``execute`` or ``commit_steps`` returns; the chunks that it
+    freed were handed to ``on_released`` then.
+
+    Args:
+        config: where the file is, and its bounds.
+        chunks: which chunks are stored, and which are attached to a step.
+        on_released: called with chunks (all layer groups) that nothing holds any more.
+    """
+
+    def __init__(
+        self, config: CatalogConfig, chunks: ChunkPins, on_released: Callable[[list[ChunkId]], None]
+    ) -> None:
+        self._config = config
+        self._pins = chunks
+        self._on_released = on_released
+        self._waiters = Waiters()
+        self._writer = Writer(open_writer(config), config, self._waiters)
+        self._readers = Readers(config)
+        self._checkpointer = open_checkpointer(config.path)
+        self._runs = CommittedRuns(self._readers)
+        self._writer_runs = WriterRuns()
+        self._paths = TokenPaths(config.paths_cached_max)
+        self._claiming = Claiming(self._readers, self._runs, self._writer_runs, self._waiters, self._mutate)
+        self._upkeep = threading.Lock()
+        self._commits = 0
+        self._gauges: tuple[float, CatalogGauges] | None = None
+        self._closed = False
+        with self._readers.snapshot() as connection:
+            if connection.execute("SELECT 1 FROM runs WHERE durability = 'disk' LIMIT 1").get is not None:
+                self._writer.require_full_sync()
+
+    # -- commands ------------------------------------------------------------------------------
+
+    def execute(self, command: Command) -> Reply:
+        """Answer a command; raises the errors that its operation documents.
+
+        A ``Mutation`` that was answered before, by request id, gets the same reply and changes nothing.
+        """
+        try:
+            return self._execute(command)
+        except UnicodeEncodeError as error:
+            raise InvalidInput(f"{command.verb}: text with a lone surrogate at {error.start}") from None
+        except OverflowError as error:
+            raise InvalidInput(f"{command.verb}: an integer beyond 64 bits: {error}") from None
+
+    def _execute(self, command: Command) -> Reply:
+        if isinstance(command, GetSegments):
+            return self._get_segments(command)
+        if isinstance(command, ListSegments):
+            return self._list_segments(command)
+        if isinstance(command, Claim):
+            return self._claim(command)
+        if isinstance(command, FinalizeSession):
+            return Reply(body=self._finalize(command))
+        if not isinstance(command, Mutation):
+            raise Unsupported(f"the catalog does not answer {command.verb!r}")
+        if isinstance(command, OpenRun) and command.durability == "disk":
+            self._writer.require_full_sync()
+        body = self._mutate(once(command, self._operation(command)))
+        if isinstance(command, AttachClaim):
+            return Reply(body=body, blobs=[self._claim_table(command.run, command.claim_id)])
+        return Reply(body=body)
+
+    def _operation(self, command: Mutation) -> Apply[Wire]:
+        """What a command does in the writer."""
+        runs = self._writer_runs
+        if isinstance(command, OpenRun):
+            return lambda change: run_rows.open_run(change, runs, self._runs, command)
+        if isinstance(command, SetPolicyVersion):
+            return lambda change: run_rows.set_policy_version(change, runs, self._runs, command)
+        if isinstance(command, OpenSession):
+            return lambda change: sessions.open_session(change, runs, command)
+        if isinstance(command, CloseGroup):
+            return lambda change: sessions.close_group(change, runs, command)
+        if isinstance(command, AbortSession):
+            return lambda change: discards.abort_session(change, runs, command)
+        if isinstance(command, AttachClaim):
+            return lambda change: leases.attach(change, runs, command)
+        if isinstance(command, RenewClaim):
+            return lambda change: leases.renew(change, runs, command)
+        if isinstance(command, ReleaseClaim):
+            return lambda change: leases.release(change, runs, command)
+        if isinstance(command, UpdateSegments):
+            return lambda change: segments.update_segments(change, runs, command)
+        if isinstance(command, Discard):
+            clause = self._clause(command.run, command.where)
+            return lambda change: discards.discard(change, runs, command, clause)
+        raise Unsupported(f"the catalog does not answer {command.verb!r}")
+
+    def _claim(self, command: Claim) -> Reply:
+        info = self._claiming.claim(command)
+        ipc = self._claim_table(command.run, info.claim_id)
+        self._run(keep_table(info.claim_id, ipc))
+        return Reply(body=info, blobs=[self._claim_table(command.run, info.claim_id)])
+
+    def _finalize(self, command: FinalizeSession) -> Wire:
+        run = self._runs.get(command.run)
+        for _ in range(FINALIZE_TRIES_MAX):
+            with self._readers.snapshot() as connection:
+                composed = compose_session(connection, run, command)
+            try:
+                return self._mutate(once(command, store_segments(composed, self._writer_runs, command)))
+            except Again:
+                continue
+        raise Busy(f"session {command.session_id!r}: steps were committed while it was finalized")
+
+    def _get_segments(self, command: GetSegments) -> Reply:
+        run = self._runs.get(command.run)
+        with self._readers.snapshot() as connection:
+            table, manifests = segments.get_segments(connection, run, command)
+        return Reply(body=Empty(), blobs=[write_table(table), *manifests])
+
+    def _list_segments(self, command: ListSegments) -> Reply:
+        run = None if command.run is None else self._runs.get(command.run)
+        with self._readers.snapshot() as connection:
+            table = segments.list_segments(connection, run, command)
+        return Reply(body=Empty(), blobs=[write_table(table)])
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def commit_steps(
+        self, commits: Sequence[StepCommit], rewrites: Mapping[tuple[str, str, str], int]
+    ) -> list[StepResult]:
+        """Commit each step atomically by itself, in order; errors are in the results.
+
+        Args:
+            commits: whole steps; those of one session in their order.
+            rewrites: by run, session and step id, the first position whose token ids differ from the
+                session's before.
+        """
+        results: list[StepResult | None] = [None] * len(commits)
+        planned: list[int] = []
+        applies: list[Apply[int]] = []
+        for index, commit in enumerate(commits):
+            try:
+                plan = self._plan(commit, rewrites)
+            except ArrowTQError as error:
+                results[index] = _failed(commit, error)
+                continue
+            planned.append(index)
+            applies.append(commit_step(plan, self._writer_runs, self._pins))
+        outcomes = self._writer.run(applies) if applies else []
+        for index, outcome in zip(planned, outcomes, strict=True):
+            results[index] = self._step_result(commits[index], outcome)
+        return [result for result in results if result is not None]
+
+    def token_spans(self, run: str, session_id: str) -> tuple[Spans, int]:
+        """Spans of the token ids that the session's current path shows, ascending; and its end.
+
+        Raises:
+            NotFound: no such run or session.
+        """
+        record = self._runs.get(run)
+        with self._readers.snapshot() as connection:
+            path = self._paths.read(connection, record, session_id)
+        return path.spans, path.end
+
+    # -- what others ask -----------------------------------------------------------------------
+
+    def run_info(self, run: str) -> RunInfo:
+        """The run's declaration, epoch and policy version; raises ``NotFound`` naming those that exist."""
+        return self._runs.get(run).info
+
+    def session_is_open(self, run: str, session_id: str) -> bool:
+        """Whether this session is there and can go on."""
+        record = self._runs.get(run)
+        with self._readers.snapshot() as connection:
+            found = sessions.find_session(connection, record, session_id)
+        return found is not None and found.status == sessions.OPEN
+
+    def chunk_states(self, ids: Sequence[ChunkId]) -> list[str | None]:
+        """committed, released, or None where no step attached it; of any layer group."""
+        with self._readers.snapshot() as connection:
+            return read_states(connection, ids)
+
+    def revision(self) -> int:
+        """Number of the last committed transaction."""
+        return self._writer.rev
+
+    def changes(self, table: str, run: str | None, after: int) -> tuple[pa.Table, int]:
+        """Rows of a metadata table touched after revision ``after``, and the revision that they reach."""
+        with self._readers.snapshot() as connection:
+            return changes.read_changes(connection, table, run, after)
+
+    def user_columns(self, table: str, run: str | None) -> dict[str, str]:
+        """User columns of sessions or segments: name to bool, int, float, text or json."""
+        run_id = None if run is None else self._runs.get(run).id
+        with self._readers.snapshot() as connection:
+            return read_kinds(connection, table, run_id)
+
+    def gauges(self) -> CatalogGauges:
+        """Counts, at most ``gauges_ttl_s`` old but for the waiters."""
+        known, now_s = self._gauges, time.monotonic()
+        if known is not None and now_s - known[0] < self._config.gauges_ttl_s:
+            return known[1]
+        with self._readers.snapshot() as connection:
+            gauges = read_gauges(connection, self._waiters.waiting, self._commits)
+        self._gauges = now_s, gauges
+        return gauges
+
+    def maintain(self) -> None:
+        """Expire what time has ended, and checkpoint the log. To be called about once a second."""
+        with self._upkeep:
+            if self._closed:
+                return
+            with self._readers.snapshot() as connection:
+                due = something_is_due(connection, self._config.request_ttl_s)
+            if due:
+                self._run(lambda change: expire_all(change, self._config.request_ttl_s))
+            checkpoint(self._checkpointer)
+
+    def close(self) -> None:
+        """Finish what is queued and close the file. Idempotent."""
+        with self._upkeep:
+            if self._closed:
+                return
+            self._closed = True
+            self._checkpointer.close()
+        self._waiters.close()
+        self._readers.close()
+        self._writer.close()
+
+    # -- running operations --------------------------------------------------------------------
+
+    def _run(self, apply: Apply[Result]) -> Result:
+        """One operation: its result after commit, or its error raised."""
+        (outcome,) = self._writer.run([apply])
+        if outcome.released:
+            self._on_released(list(outcome.released))
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value  # type: ignore[return-value]
+
+    def _mutate(self, apply: Apply[Wire]) -> Wire:
+        return self._run(apply)
+
+    def _plan(self, commit: StepCommit, rewrites: Mapping[tuple[str, str, str], int]) -> StepPlan:
+        try:
+            run = self._runs.get(commit.run)
+            rewrite_at = rewrites.get((commit.run, commit.session_id, commit.step_id))
+            return plan_step(run, commit, rewrite_at, self._pins)
+        except UnicodeEncodeError as error:
+            raise InvalidInput(f"step: text with a lone surrogate at {error.start}") from None
+
+    def _step_result(self, commit: StepCommit, outcome: Outcome[int]) -> StepResult:
+        if outcome.error is not None:
+            return _failed(commit, outcome.error)
+        self._commits += 1
+        assert outcome.value is not None
+        return StepResult.model_construct(step_id=commit.step_id, step_index=outcome.value, error=None)
+
+    def _clause(self, run: str, where: str | None) -> segments.Clause:
+        run_id = self._runs.get(run).id
+        with self._readers.snapshot() as connection:
+            return segments.where_sql(where, read_kinds(connection, "segments", run_id))
+
+    def _claim_table(self, run: str, claim_id: str) -> bytes:
+        record = self._runs.get(run)
+        with self._readers.snapshot() as connection:
+            return claim_table(connection, record, claim_id)
+
+
+def _failed(commit: StepCommit, error: ArrowTQError | Again) -> StepResult:
+    assert isinstance(error, ArrowTQError)
+    return StepResult(step_id=commit.step_id, error=error.to_wire())

@@ -1,0 +1,77 @@
+"""Rows of the chunks table: their state, their holds, and what is freed when the last hold goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import apsw
+
+from arrow_tq.store.catalog.writer import Change
+from arrow_tq_schemas.ids import ChunkId
+
+COMMITTED = "committed"
+RELEASED = "released"
+
+_HOLDS = """
+    SELECT segment_chunks.chunk AS chunk, count(*) AS n
+    FROM segment_tasks
+    JOIN segments ON segments.id = segment_tasks.segment
+    JOIN segment_chunks ON segment_chunks.segment = segment_tasks.segment
+    JOIN chunks AS held ON held.id = segment_chunks.chunk
+    JOIN holders ON holders.task_set = segments.task_set
+        AND holders.task = segment_tasks.task AND holders.field = held.field
+    WHERE {pairs}
+    GROUP BY segment_chunks.chunk"""
+
+
+def take_holds(change: Change, session: int, view: str) -> None:
+    """Count, for each chunk, the pairs of task and new segment of this view that keep it alive."""
+    pairs = "segment_tasks.segment IN (SELECT id FROM segments WHERE session = ? AND view = ?)"
+    change.execute(
+        f"UPDATE chunks SET holds = holds + counted.n FROM ({_HOLDS.format(pairs=pairs)}) AS counted "
+        "WHERE chunks.id = counted.chunk",
+        (session, view),
+    )
+
+
+def drop_holds(change: Change, pairs: str, values: Sequence[object]) -> None:
+    """Give up the holds of pairs that are done; chunks without any are released.
+
+    Args:
+        pairs: SQL condition on ``segment_tasks``.
+        values: what its placeholders stand for.
+    """
+    freed = change.execute(
+        f"UPDATE chunks SET holds = holds - counted.n,"
+        " state = CASE WHEN holds > counted.n THEN state ELSE 'released' END,"
+        " rev = CASE WHEN holds > counted.n THEN rev ELSE ? END"
+        f" FROM ({_HOLDS.format(pairs=pairs)}) AS counted WHERE chunks.id = counted.chunk"
+        " RETURNING chunk_id, groups, state",
+        (change.rev, *values),
+    )
+    change.released += all_groups((raw, groups) for raw, groups, state in freed if state == RELEASED)
+
+
+def release_unheld(change: Change, session: int) -> None:
+    """Free the session's chunks that no segment keeps."""
+    freed = change.execute(
+        "UPDATE chunks SET state = 'released', rev = ? "
+        "WHERE session = ? AND state = 'committed' AND holds = 0 RETURNING chunk_id, groups",
+        (change.rev, session),
+    )
+    change.released += all_groups(freed)
+
+
+def all_groups(rows: Iterable[tuple[bytes, int]]) -> list[ChunkId]:
+    """Ids of every layer group of these chunks."""
+    ids = []
+    for raw, groups in rows:
+        first = ChunkId(int.from_bytes(raw, "big"))
+        ids += [first] if groups == 1 else [first.sibling(group) for group in range(groups)]
+    return ids
+
+
+def read_states(connection: apsw.Connection, ids: Sequence[ChunkId]) -> list[str | None]:
+    """State of each chunk, whichever its layer group; None where no step ever attached it."""
+    query = "SELECT state FROM chunks WHERE chunk_id = ?"
+    return [connection.execute(query, (chunk_id.sibling(0).to_bytes(),)).get for chunk_id in ids]

@@ -1,0 +1,77 @@
+"""Settings of a catalog, and what it needs from the shard beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields as dataclass_fields
+from pathlib import Path
+from typing import Protocol
+
+from arrow_tq_schemas.chunks import ChunkHeader
+from arrow_tq_schemas.errors import InvalidInput
+from arrow_tq_schemas.ids import ChunkId
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogConfig:
+    """Where a catalog lives, and its bounds.
+
+    Args:
+        path: the SQLite file; its ``-wal`` and ``-shm`` files are beside it.
+        request_ttl_s: how long the reply to a request id is kept for a retry.
+        commit_batch_max: operations in one transaction at most.
+        queue_max: operations that wait for the writer at most; the next caller waits for room.
+        queue_wait_s: how long a caller waits for that room before ``Busy``.
+        readers_max: connections that read at the same time at most.
+        reader_wait_s: how long a reader waits for one before ``Busy``.
+        paths_cached_max: sessions whose token spans are kept in memory at most.
+        wal_bytes_max: size of the write-ahead log from which a commit itself checkpoints it.
+        gauges_ttl_s: age at which gauges are counted again.
+    """
+
+    path: Path
+    request_ttl_s: float = 3600.0
+    commit_batch_max: int = 512
+    queue_max: int = 4096
+    queue_wait_s: float = 30.0
+    readers_max: int = 8
+    reader_wait_s: float = 30.0
+    paths_cached_max: int = 4096
+    wal_bytes_max: int = 64 << 20
+    gauges_ttl_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        for slot in dataclass_fields(self):
+            value = getattr(self, slot.name)
+            if slot.name != "path" and value <= 0:
+                raise InvalidInput(f"{slot.name} {value}: expected more than 0")
+
+
+class ChunkPins(Protocol):
+    """The part of a shard that the catalog uses: which chunks are there, and which a step attached."""
+
+    def pin(self, ids: Sequence[ChunkId]) -> list[ChunkId]:
+        """Mark chunks as attached. The ids that are missing; where there are any, none is marked."""
+
+    def unpin(self, ids: Sequence[ChunkId]) -> None:
+        """Take the marks back."""
+
+    def header(self, chunk_id: ChunkId) -> ChunkHeader | None:
+        """The header of a chunk that is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogGauges:
+    """What the catalog holds now."""
+
+    open_sessions: int
+    unclaimed_segments: int
+    """Segments that some task may still claim."""
+    oldest_unclaimed_s: float
+    """Age of the oldest of them; 0 where there is none."""
+    waiters: int
+    """Claims that wait for segments."""
+    discarded_by_reason: dict[str, int]
+    """Segments discarded, and sessions that ended without segments, since the store was made."""
+    commits: int
+    """Steps committed since this catalog was opened."""

@@ -1,0 +1,64 @@
+"""Replies by request id, kept in the transaction of their change: a retried call is not applied again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import apsw
+
+from arrow_tq.store.catalog.writer import Change
+from arrow_tq_schemas.commands import REPLIES, Mutation, Wire
+from arrow_tq_schemas.errors import Conflict
+
+PRUNED_MAX = 20_000
+"""Replies deleted in one transaction at most, so that commits behind it do not wait long."""
+
+
+def once(command: Mutation, apply: Callable[[Change], Wire]) -> Callable[[Change], Wire]:
+    """``apply``, unless this request was answered before: then its reply."""
+
+    def answer(change: Change) -> Wire:
+        known = answered(change.connection, command)
+        if known is not None:
+            return known
+        reply = apply(change)
+        change.execute(
+            "INSERT INTO requests VALUES (?, ?, ?, ?)",
+            (bytes.fromhex(command.request_id), command.verb, reply.model_dump_json(), change.now_us),
+        )
+        return reply
+
+    return answer
+
+
+def answered(connection: apsw.Connection, command: Mutation) -> Wire | None:
+    """The reply to this request id, or None.
+
+    Raises:
+        Conflict: the id was used for another command.
+    """
+    known: Any = connection.execute(
+        "SELECT verb, body FROM requests WHERE request_id = ?", (bytes.fromhex(command.request_id),)
+    ).fetchone()
+    if known is None:
+        return None
+    verb, body = known
+    if verb != command.verb:
+        raise Conflict(f"request id {command.request_id} was used for {verb}, now for {command.verb}")
+    return REPLIES[type(command)].model_validate_json(body)
+
+
+def prune(change: Change, ttl_s: float) -> int:
+    """Forget replies older than that, and empty claims that ended before; says how many replies."""
+    before = change.now_us - int(ttl_s * 1e6)
+    change.execute(
+        "DELETE FROM requests WHERE request_id IN "
+        "(SELECT request_id FROM requests WHERE created_at < ? ORDER BY created_at LIMIT ?)",
+        (before, PRUNED_MAX),
+    )
+    count = change.connection.changes()
+    change.execute(
+        "DELETE FROM claims WHERE segments = 0 AND state <> 'active' AND expires_at < ?", (before,)
+    )
+    return count

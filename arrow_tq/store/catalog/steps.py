@@ -1,0 +1,181 @@
+"""Steps: committed whole, once, in the order of their session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import apsw
+
+from arrow_tq.store.catalog.config import ChunkPins
+from arrow_tq.store.catalog.receipt_blobs import decode_receipts
+from arrow_tq.store.catalog.runs import WriterRuns
+from arrow_tq.store.catalog.sessions import SessionRow, get_session
+from arrow_tq.store.catalog.step_plans import ChunkRow, StepPlan, lost
+from arrow_tq.store.catalog.writer import Change
+from arrow_tq_schemas.commands import StepCommit
+from arrow_tq_schemas.errors import ArrowTQError, Conflict, InternalError, NotFound, Unsupported
+from arrow_tq_schemas.receipts import Receipt
+
+_FIND_STEP = (
+    "SELECT step_index, version, sampled_start, sampled_end, messages, receipts FROM steps "
+    "WHERE session = ? AND step_id = ?"
+)
+_INSERT_STEP = (
+    "INSERT INTO steps (session, step_index, step_id, parent_id, messages, version, sampled_start,"
+    " sampled_end, num_tokens, rewrite_at, receipts, created_at, rev)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (session, step_id) DO NOTHING"
+)
+_INSERT_CHUNK = (
+    "INSERT INTO chunks (chunk_id, field, groups, start, rows, bytes, session, state, holds, created_at, rev)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, 'committed', 0, ?, ?)"
+)
+_ADVANCE = "UPDATE sessions SET steps = ?, last_step = ?, updated_at = ?, rev = ? WHERE id = ?"
+
+
+def commit_step(plan: StepPlan, runs: WriterRuns, pins: ChunkPins) -> Callable[[Change], int]:
+    """The operation that commits a planned step; it gives the step's index."""
+
+    def apply(change: Change) -> int:
+        commit = plan.commit
+        run = runs.get(change, commit.run)
+        run.check_epoch(commit.epoch)
+        session = get_session(change.connection, run, commit.session_id)
+        try:
+            session.check_open()
+            if plan.problem is not None:
+                raise plan.problem
+            parent = _parent(change, session, commit)
+            _pin(change, plan, pins)
+        except ArrowTQError:
+            # A retry is answered although its session is over, or its chunks were released.
+            known = change.execute(_FIND_STEP, (session.id, commit.step_id)).fetchone()
+            if known is None:
+                raise
+            return _retried(plan, known)
+        start, end = commit.sampled or (None, None)
+        change.execute(
+            _INSERT_STEP,
+            (
+                *(session.id, session.steps, commit.step_id, parent, commit.messages, commit.version),
+                *(start, end, plan.num_tokens, plan.rewrite_at, plan.receipts, change.now_us, change.rev),
+            ),
+        )
+        if not change.connection.changes():
+            _unpin(change.connection, plan, pins)
+            known = change.execute(_FIND_STEP, (session.id, commit.step_id)).fetchone()
+            assert known is not None
+            return _retried(plan, known)
+        _attach(change, session, plan)
+        if commit.version is not None:
+            runs.order_version(change, run, commit.version)
+        change.execute(_ADVANCE, (session.steps + 1, commit.step_id, change.now_us, change.rev, session.id))
+        return session.steps
+
+    return apply
+
+
+def _retried(plan: StepPlan, known: Sequence[object]) -> int:
+    """The index of a step that is committed already, if this is the same one.
+
+    A writer that was cut off may have stored its rows again, as other chunks: then the record and the
+    shape of the receipts decide, and the new chunks stay unattached.
+    """
+    index, version, start, end, messages, blob = known
+    commit = plan.commit
+    assert isinstance(index, int)
+    assert isinstance(blob, bytes)
+    if blob == plan.receipts:
+        return index
+    record = (version, None if start is None else (start, end), messages)
+    again = (commit.version, None if commit.sampled is None else tuple(commit.sampled), commit.messages)
+    if record != again:
+        raise Conflict(
+            f"step {commit.step_id!r} of session {commit.session_id!r} is committed with another version, "
+            "sampled range or messages",
+            step_id=commit.step_id,
+        )
+    stored = decode_receipts(blob, commit.run, commit.epoch)
+    if _shape(stored) != _shape(commit.receipts):
+        raise Conflict(
+            f"step {commit.step_id!r} of session {commit.session_id!r} is committed with other rows: "
+            f"{_spell(stored)}; now {_spell(commit.receipts)}",
+            step_id=commit.step_id,
+        )
+    return index
+
+
+def _parent(change: Change, session: SessionRow, commit: StepCommit) -> str | None:
+    if commit.parent is None or commit.parent == session.last_step:
+        return session.last_step
+    if change.execute(_FIND_STEP, (session.id, commit.parent)).fetchone() is None:
+        raise NotFound(
+            f"step {commit.step_id!r}: session {session.session_id!r} has no step {commit.parent!r}",
+            parent=commit.parent,
+        )
+    raise Unsupported(
+        f"step {commit.step_id!r}: its parent {commit.parent!r} is not the session's last step "
+        f"{session.last_step!r}: branches are not there yet",
+        parent=commit.parent,
+    )
+
+
+def _pin(change: Change, plan: StepPlan, pins: ChunkPins) -> None:
+    if not plan.ids:
+        return
+    missing = pins.pin(plan.ids)
+    if missing:
+        raise lost(plan.commit.step_id, missing)
+    change.undo.append(lambda connection: _unpin(connection, plan, pins))
+
+
+def _attach(change: Change, session: SessionRow, plan: StepPlan) -> None:
+    if not plan.chunks:
+        return
+    try:
+        change.executemany(
+            _INSERT_CHUNK, [(*row, session.id, change.now_us, change.rev) for row in plan.chunks]
+        )
+    except apsw.ConstraintError:
+        raise _attached_already(change, plan) from None
+
+
+def _attached_already(change: Change, plan: StepPlan) -> Conflict | InternalError:
+    for row in plan.chunks:
+        found = change.execute(
+            "SELECT session_id FROM chunks JOIN sessions ON sessions.id = chunks.session WHERE chunk_id = ?",
+            (row[0],),
+        ).get
+        if found is not None:
+            return Conflict(
+                f"step {plan.commit.step_id!r}: chunk {row[0].hex()} is attached already, to a step of "
+                f"session {found!r}",
+                chunk_id=row[0].hex(),
+            )
+    return InternalError(f"step {plan.commit.step_id!r}: chunks were refused by the catalog")
+
+
+def _unpin(connection: apsw.Connection, plan: StepPlan, pins: ChunkPins) -> None:
+    """Take the marks back, but for chunks that belong to a step after all."""
+    free = {row[0] for row in plan.chunks if not _is_committed(connection, row)}
+    pins.unpin([one for one in plan.ids if one.sibling(0).to_bytes() in free])
+
+
+def _is_committed(connection: apsw.Connection, row: ChunkRow) -> bool:
+    return connection.execute("SELECT 1 FROM chunks WHERE chunk_id = ?", (row[0],)).get is not None
+
+
+def _shape(receipts: Sequence[Receipt]) -> list[tuple[object, ...]]:
+    """What two writes of the same rows have in common: fields, places, which rows are null."""
+    return [
+        (
+            receipt.field,
+            receipt.start,
+            receipt.rows,
+            [tuple(run) for chunk in receipt.chunks for run in chunk.valid or ()],
+        )
+        for receipt in receipts
+    ]
+
+
+def _spell(receipts: Sequence[Receipt]) -> str:
+    return ", ".join(f"{one.field} [{one.start}, {one.end})" for one in receipts) or "none"

@@ -1,0 +1,44 @@
+"""Settings of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arrow_tq.sql import SqlLimits
+from arrow_tq_schemas.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Where a store lives and what it may use.
+
+    Args:
+        data_dir: on disk: catalog, sidecars, and the extents of disk-durable runs.
+        memory_dir: extents of the other runs; None keeps them under ``data_dir``, or where the store had
+            them before.
+        capacity_bytes: payload bytes at most, both tiers together; None for four fifths of what the memory
+            directory's filesystem has free at the start.
+        soft_mark: fill (0 to 1) above which new sessions are refused, so that open ones can finish.
+        url: what a second opener is told; a server's own URL.
+        orphan_ttl_s: age at which a chunk that no step attached is reaped.
+        upkeep_period_s: how often leases, expiries and orphans are looked after.
+        sql: bounds of a SQL query.
+    """
+
+    data_dir: Path
+    memory_dir: Path | None = None
+    capacity_bytes: int | None = None
+    soft_mark: float = 0.85
+    url: str | None = None
+    orphan_ttl_s: float = 600.0
+    upkeep_period_s: float = 1.0
+    sql: SqlLimits = field(default_factory=SqlLimits)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.soft_mark <= 1:
+            raise InvalidInput(f"soft_mark {self.soft_mark}: expected more than 0 and at most 1")
+        if self.capacity_bytes is not None and self.capacity_bytes < 1 << 20:
+            raise InvalidInput(f"capacity_bytes {self.capacity_bytes}: expected at least 1 MiB")
+        if self.orphan_ttl_s <= 0 or self.upkeep_period_s <= 0:
+            raise InvalidInput("orphan_ttl_s and upkeep_period_s: expected more than 0")

@@ -1,0 +1,256 @@
+"""The engine: shard and catalog of one store, in this process. ``arrow_tq.open`` and the server use it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+
+from arrow_tq.backend import Read, Rows
+from arrow_tq.calls import write_table
+from arrow_tq.logs import logger
+from arrow_tq.sql import SqlService
+from arrow_tq.store.catalog import Catalog, CatalogConfig
+from arrow_tq.store.config import EngineConfig
+from arrow_tq.store.directory import Directory
+from arrow_tq.store.reading import Reader
+from arrow_tq.store.receiving import receive
+from arrow_tq.store.rewrites import Rewrites
+from arrow_tq.store.shard import Shard, ShardConfig
+from arrow_tq.store.upkeep import Upkeep
+from arrow_tq_schemas.chunks import Chunk, ChunkHeader
+from arrow_tq_schemas.commands import (
+    Command,
+    CommitSteps,
+    Done,
+    DropChunks,
+    Empty,
+    GetPressure,
+    GetStats,
+    OpenSession,
+    Pressure,
+    Reply,
+    RunQuery,
+    Stats,
+    StepCommit,
+    StepResult,
+    StepResults,
+)
+from arrow_tq_schemas.errors import Conflict, NotFound, StoreFull
+from arrow_tq_schemas.fields import Field
+from arrow_tq_schemas.ids import ChunkId
+from arrow_tq_schemas.tickets import PutStream
+
+
+class Stored:
+    """The handle of a put that is finished when it returns."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Nothing to wait for."""
+
+
+class Engine:
+    """Implements ``Backend`` in this process, and what the server needs beside it.
+
+    Opening recovers what an earlier process left: extents are walked or loaded, and their chunks
+    reconciled with the catalog, which owns each chunk's state.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._directory = Directory.claim(config.data_dir, config.url)
+        try:
+            self._start(config)
+        except BaseException:
+            self._directory.release()
+            raise
+
+    def _start(self, config: EngineConfig) -> None:
+        memory_dir = self._directory.memory_dir(config.memory_dir)
+        capacity_bytes = config.capacity_bytes or self._directory.default_capacity_bytes(memory_dir)
+        self._shard = Shard(
+            ShardConfig(
+                number=0, data_dir=config.data_dir, memory_dir=memory_dir, capacity_bytes=capacity_bytes
+            )
+        )
+        self._catalog = Catalog(
+            CatalogConfig(path=config.data_dir / "catalog.sqlite"), self._shard, self._shard.drop
+        )
+        self._sql = SqlService(self._catalog, config.sql)
+        self._fields: dict[tuple[str, str], Field] = {}
+        self._reader = Reader(self._shard, self._catalog)
+        self._rewrites = Rewrites(self._shard, self._catalog)
+        self._closing = threading.Lock()
+        self._closed = False
+        self._upkeep = Upkeep(self._shard, self._catalog, config.orphan_ttl_s, config.upkeep_period_s)
+        self._upkeep.reconcile()
+        self._upkeep.start()
+        logger("arrow_tq.engine").info(
+            "store opened", data=str(config.data_dir), memory=str(memory_dir), capacity_bytes=capacity_bytes
+        )
+
+    @property
+    def url(self) -> str:
+        return self.config.url or str(self.config.data_dir)
+
+    def shard(self) -> int:
+        return 0
+
+    def field(self, run: str, name: str) -> Field:
+        """The declared field; raises ``NotFound`` naming those that the run has."""
+        found = self._fields.get((run, name))
+        if found is None:
+            declared = {str(one["name"]): Field.from_json(one) for one in self._catalog.run_info(run).fields}
+            if name not in declared:
+                raise NotFound(f"run {run!r} has no field {name!r}; it has {', '.join(declared)}", field=name)
+            self._fields.update({(run, one.name): one for one in declared.values()})
+            found = declared[name]
+        return found
+
+    # -- commands ------------------------------------------------------------------------------
+
+    def execute(self, command: Command) -> Reply:
+        """Answer one command, whichever it is."""
+        self._check_open()
+        if isinstance(command, CommitSteps):
+            return Reply(body=StepResults(results=self.commit_many(command.steps)))
+        if isinstance(command, RunQuery):
+            return Reply(body=Empty(), blobs=[write_table(self.query(command.query, command.run))])
+        if isinstance(command, GetStats):
+            return Reply(body=Stats(values=self.stats()))
+        if isinstance(command, GetPressure):
+            return Reply(body=self._pressure())
+        if isinstance(command, DropChunks):
+            return Reply(body=Done(count=self._drop_unattached(command)))
+        if isinstance(command, OpenSession):
+            self._admit(command)
+        return self._catalog.execute(command)
+
+    def commit(self, step: StepCommit) -> StepResult:
+        (result,) = self.commit_many([step])
+        result.check()
+        return result
+
+    def commit_many(self, steps: Sequence[StepCommit]) -> list[StepResult]:
+        """Commit each step by itself, in order; errors are in the results."""
+        self._check_open()
+        return self._rewrites.commit(steps)
+
+    def query(self, query: str, run: str | None) -> pa.Table:
+        """SQL over the metadata of one run, or of all."""
+        self._check_open()
+        if run is not None:
+            self._catalog.run_info(run)
+        return self._sql.query(query, run)
+
+    # -- payload -------------------------------------------------------------------------------
+
+    def put(self, field: Field, chunks: Sequence[Chunk]) -> Stored:
+        """Store chunks that this process made; on disk when this returns, where the run says so."""
+        self._check_open()
+        for chunk in chunks:
+            durability = self._catalog.run_info(chunk.header.run).durability
+            self._shard.put(field, chunk, durability)
+        if chunks:
+            self.sync(chunks[0].header.run)
+        return Stored()
+
+    def receive(self, stream: PutStream, header: ChunkHeader, batch: pa.RecordBatch) -> None:
+        """Store a chunk that came from the network, after validating all of it.
+
+        Raises:
+            MalformedMessage: the batch is not what its stream and header say; nothing was stored.
+            StaleEpoch, Conflict, StoreFull: as their names say.
+        """
+        self._check_open()
+        field = self.field(stream.run, stream.field)
+        info = self._catalog.run_info(stream.run)
+        chunk = receive(stream, field, info, header, batch)
+        self._shard.put(field, chunk, info.durability)
+
+    def sync(self, run: str) -> None:
+        """Return when what was put before is as durable as the run declares."""
+        if self._catalog.run_info(run).durability == "disk":
+            self._shard.sync(run)
+
+    def read(self, request: Read) -> Iterator[Rows]:
+        """Zero-copy rows, one block a span."""
+        self._check_open()
+        return self._reader.read(request)
+
+    # -- the store -----------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        """Gauges and counters by name, labels in braces as Prometheus writes them."""
+        usage, gauges = self._shard.usage(), self._catalog.gauges()
+        values: dict[str, float] = {
+            "capacity_bytes": usage.capacity_bytes,
+            "used_bytes": usage.used_bytes,
+            "zombie_bytes": usage.zombie_bytes,
+            "extents": usage.extents,
+            "chunks": usage.chunks,
+            "corrupt_chunks_total": usage.corrupt_chunks,
+            "open_sessions": gauges.open_sessions,
+            "unclaimed_segments": gauges.unclaimed_segments,
+            "oldest_unclaimed_s": gauges.oldest_unclaimed_s,
+            "claim_waiters": gauges.waiters,
+            "commits_total": gauges.commits,
+            "chunks_read_total": self._reader.chunks_read,
+            "bytes_read_total": self._reader.bytes_read,
+            "orphans_reaped_total": self._upkeep.orphans_reaped,
+        }
+        for (run, tier), size in usage.by_run_and_tier.items():
+            values[f'bytes{{run="{run}",tier="{tier}"}}'] = size
+        for reason, count in gauges.discarded_by_reason.items():
+            values[f'discarded_total{{reason="{reason}"}}'] = count
+        return values
+
+    def close(self) -> None:
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        self._upkeep.stop()
+        self._sql.close()
+        self._catalog.close()
+        self._shard.close()
+        self._directory.release()
+
+    def _pressure(self) -> Pressure:
+        usage, gauges = self._shard.usage(), self._catalog.gauges()
+        return Pressure(
+            capacity_bytes=usage.capacity_bytes,
+            used_bytes=usage.used_bytes,
+            fill=usage.used_bytes / usage.capacity_bytes,
+            soft_mark=self.config.soft_mark,
+            oldest_unclaimed_s=gauges.oldest_unclaimed_s,
+            open_sessions=gauges.open_sessions,
+            unclaimed_segments=gauges.unclaimed_segments,
+            waiters=gauges.waiters,
+        )
+
+    def _admit(self, command: OpenSession) -> None:
+        """Past the soft mark only new sessions are refused: what is open must be able to finish."""
+        usage = self._shard.usage()
+        if usage.used_bytes <= self.config.soft_mark * usage.capacity_bytes:
+            return
+        if not self._catalog.session_is_open(command.run, command.session_id):
+            raise StoreFull(
+                f"session {command.session_id!r}: the store is past its soft mark "
+                f"({usage.used_bytes} of {usage.capacity_bytes} bytes, mark {self.config.soft_mark:.0%}); "
+                "open sessions go on, new ones wait",
+                used_bytes=usage.used_bytes,
+                capacity_bytes=usage.capacity_bytes,
+            )
+
+    def _drop_unattached(self, command: DropChunks) -> int:
+        ids = [ChunkId.from_hex(name) for name in command.chunk_ids]
+        headers = [(chunk_id, self._shard.header(chunk_id)) for chunk_id in ids]
+        own = [chunk_id for chunk_id, header in headers if header is not None and header.run == command.run]
+        return self._shard.drop_unpinned(own)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Conflict(f"store {self.url!r} was closed")
+        self._directory.check_process()

@@ -1,0 +1,74 @@
+"""What an extent is of, and where its files are.
+
+::
+
+    <root>/extents/<run>/<field>.<group>/<number>.arrows     root: the tier's directory
+    <data_dir>/sidecars/<tier>/<run>/<field>.<group>/<number>.idx
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Tier = Literal["memory", "disk"]
+EXTENT_SUFFIX = ".arrows"
+SIDECAR_SUFFIX = ".idx"
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentKey:
+    """The chunks that share extents: of one run, field, layer group and tier."""
+
+    run: str
+    field: str
+    group: int
+    tier: Tier
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run) / f"{self.field}.{self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """The directories of a shard."""
+
+    data_dir: Path
+    memory_dir: Path
+
+    def extents(self, tier: Tier) -> Path:
+        return (self.data_dir if tier == "disk" else self.memory_dir) / "extents"
+
+    def extent(self, key: ExtentKey, number: int) -> Path:
+        return self.extents(key.tier) / key.folder / f"{number:06d}{EXTENT_SUFFIX}"
+
+    def sidecar(self, key: ExtentKey, number: int) -> Path:
+        return self.data_dir / "sidecars" / key.tier / key.folder / f"{number:06d}{SIDECAR_SUFFIX}"
+
+    def existing(self, tier: Tier) -> Iterator[tuple[ExtentKey, int, Path]]:
+        """Every extent file of a tier, in order of its number."""
+        for path in sorted(self.extents(tier).glob(f"*/*/*{EXTENT_SUFFIX}")):
+            field, _, group = path.parent.name.rpartition(".")
+            if path.stem.isdigit() and group.isdigit() and field:
+                yield ExtentKey(path.parent.parent.name, field, int(group), tier), int(path.stem), path
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folders(folder: Path, root: Path) -> None:
+    """Make the names durable from a folder up to ``root``, both included."""
+    sync_folder(folder)
+    while folder != root and folder != folder.parent:
+        folder = folder.parent
+        sync_folder(folder)

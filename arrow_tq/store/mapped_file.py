@@ -1,0 +1,173 @@
+"""A preallocated, mapped file that grows in steps and is appended to.
+
+The file's size is set once to its maximum (sparse) so that it is mapped once; blocks are allocated in
+steps with ``posix_fallocate``, so that a full disk is a clean error and never SIGBUS.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from pathlib import Path
+
+from arrow_tq.store.space import Space
+from arrow_tq_schemas.errors import StoreFull
+
+MADV_POPULATE_WRITE = 23
+"""Linux 5.14 and later: fault pages in for writing, without touching their content."""
+PAGE = mmap.PAGESIZE
+
+
+class MappedFile:
+    """One file, mapped. Holds ``flock(LOCK_SH)`` while it is: readers of other processes do the same.
+
+    Attributes:
+        path: where it is.
+        allocated_bytes: bytes from the start that have blocks.
+        map: the mapping, of ``size_bytes``.
+    """
+
+    def __init__(
+        self, path: Path, descriptor: int, mapping: mmap.mmap, allocated_bytes: int, space: Space
+    ) -> None:
+        self.path = path
+        self.map = mapping
+        self.size_bytes = len(mapping)
+        self.allocated_bytes = allocated_bytes
+        self._descriptor = descriptor
+        self._space = space
+        self._growing = threading.Lock()
+
+    @classmethod
+    def create(cls, path: Path, size_bytes: int, space: Space) -> MappedFile:
+        """A new empty file. Nothing is allocated yet."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, size_bytes)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            mapping = mmap.mmap(descriptor, size_bytes)
+        except OSError:
+            os.close(descriptor)
+            path.unlink()
+            raise
+        return cls(path, descriptor, mapping, 0, space)
+
+    @classmethod
+    def open(cls, path: Path, space: Space) -> MappedFile:
+        """A file of an earlier process. Its blocks are counted as used."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            status = os.fstat(descriptor)
+            mapping = mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
+            os.close(descriptor)
+            raise
+        allocated = min(status.st_blocks * 512, _page_up(status.st_size))
+        space.adopt(allocated)
+        return cls(path, descriptor, mapping, allocated, space)
+
+    def grow(self, wanted_bytes: int, step_bytes: int) -> None:
+        """Have blocks for the first ``wanted_bytes``, allocating ``step_bytes`` at least.
+
+        Raises:
+            StoreFull: past the capacity, or the filesystem is full; nothing was allocated.
+        """
+        with self._growing:
+            if wanted_bytes <= self.allocated_bytes:
+                return
+            target = min(_page_up(max(wanted_bytes, self.allocated_bytes + step_bytes)), self.size_bytes)
+            try:
+                self._allocate(target)
+            except StoreFull:
+                # The last bytes of a nearly full store are worth a smaller step.
+                self._allocate(_page_up(wanted_bytes))
+
+    def populate(self, start: int, end: int) -> None:
+        """Fault pages in ahead of writing; where the kernel cannot, the writer pays as it goes."""
+        with self._growing:
+            first, last = start // PAGE * PAGE, min(end, self.allocated_bytes)
+            if last <= first:
+                return
+            try:
+                self.map.madvise(MADV_POPULATE_WRITE, first, last - first)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EFAULT, errno.ENOMEM):
+                    raise
+
+    def data_end(self) -> int:
+        """End of the last block that was written; past it there are only holes, which a read would fill."""
+        end = 0
+        try:
+            while True:
+                start = os.lseek(self._descriptor, end, os.SEEK_DATA)
+                end = os.lseek(self._descriptor, start, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+        return end
+
+    def sync(self) -> None:
+        """Return when what was written is on the device."""
+        os.fdatasync(self._descriptor)
+
+    def write(self, offset: int, content: bytes) -> None:
+        """Write through the descriptor (recovery maps files read-only)."""
+        os.pwrite(self._descriptor, content, offset)
+
+    def shrink(self, used_bytes: int) -> None:
+        """Give back what is past ``used_bytes``. Nobody was told of anything there."""
+        with self._growing:
+            keep = min(_page_up(used_bytes), self.size_bytes)
+            os.ftruncate(self._descriptor, keep)
+            freed = max(self.allocated_bytes - keep, 0)
+            self.allocated_bytes -= freed
+            self._space.give_back(freed)
+
+    def unmap(self) -> bool:
+        """Let go of the mapping; False while somebody in this process still has a view of it."""
+        try:
+            self.map.close()
+        except BufferError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the descriptor, and with it the lock; the mapping lives as long as its views."""
+        os.close(self._descriptor)
+
+    def try_reclaim(self) -> bool:
+        """After unlinking: whether nobody maps it any more. Then its bytes are given back."""
+        if not self.unmap():
+            return False
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        os.close(self._descriptor)
+        self._space.give_back(self.allocated_bytes)
+        self.allocated_bytes = 0
+        return True
+
+    def _allocate(self, target: int) -> None:
+        more = target - self.allocated_bytes
+        if more <= 0:
+            return
+        self._space.take(more)
+        try:
+            os.posix_fallocate(self._descriptor, self.allocated_bytes, more)
+        except OSError as error:
+            self._space.give_back(more)
+            if error.errno != errno.ENOSPC:
+                raise
+            raise StoreFull(
+                f"no room for {more} bytes: the filesystem of {self.path} is full", needed_bytes=more
+            ) from None
+        self.allocated_bytes = target
+
+
+def _page_up(size: int) -> int:
+    return -(-size // PAGE) * PAGE

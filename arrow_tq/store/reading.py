@@ -1,0 +1,122 @@
+"""Reads spans from a shard, and says of each missing chunk why it is missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from arrow_tq.backend import Read, Rows
+from arrow_tq.store.catalog import Catalog
+from arrow_tq.store.shard import Shard
+from arrow_tq_schemas.chunks import Chunk
+from arrow_tq_schemas.errors import ChunkLost, ChunkPending, ChunkReleased, MalformedMessage
+from arrow_tq_schemas.fields import Field
+from arrow_tq_schemas.ids import ChunkId
+from arrow_tq_schemas.spans import chunk_ids
+
+PENDING_POLL_S = 0.02
+IDS_NAMED_MAX = 5
+
+
+class Reader:
+    """Reads committed chunks only: a step is seen whole or not at all."""
+
+    def __init__(self, shard: Shard, catalog: Catalog) -> None:
+        self._shard = shard
+        self._catalog = catalog
+        self.chunks_read = 0
+        self.bytes_read = 0
+
+    def read(self, request: Read) -> Iterator[Rows]:
+        """One block a span, zero-copy unless layers are gathered.
+
+        Raises:
+            ChunkReleased, ChunkLost: at once, naming the ids.
+            ChunkPending: some step was still open after ``wait_s``.
+        """
+        wanted = [chunk_id.sibling(request.group) for chunk_id in chunk_ids(request.spans)]
+        chunks = self._gather(wanted, request)
+        spans = zip(wanted, request.spans["row"].tolist(), request.spans["rows"].tolist(), strict=True)
+        for chunk_id, row, rows in spans:
+            chunk = chunks[chunk_id]
+            if row + rows > len(chunk.values):
+                raise MalformedMessage(
+                    f"chunk {chunk_id.hex}: rows {row} to {row + rows} of {len(chunk.values)}"
+                )
+            values = chunk.values[row : row + rows]
+            if request.layers is not None:
+                values = _project(values, request.field, request.layers)
+            self.bytes_read += values.nbytes
+            valid = None if chunk.valid is None else chunk.valid[row : row + rows]
+            yield Rows(values, valid)
+
+    def _gather(self, wanted: Sequence[ChunkId], request: Read) -> dict[ChunkId, Chunk]:
+        """Every chunk of the request, before the first row leaves: an answer is whole or an error."""
+        until = time.monotonic() + request.wait_s
+        chunks: dict[ChunkId, Chunk] = {}
+        missing = list(dict.fromkeys(wanted))
+        while True:
+            missing = [chunk_id for chunk_id in missing if not self._take(chunk_id, request, chunks)]
+            if not missing:
+                self.chunks_read += len(chunks)
+                return chunks
+            self._explain(missing)
+            if time.monotonic() >= until:
+                raise ChunkPending(
+                    f"{_named(missing)}: not committed within {request.wait_s} s",
+                    ids=[chunk_id.hex for chunk_id in missing],
+                )
+            time.sleep(PENDING_POLL_S)
+
+    def _take(self, chunk_id: ChunkId, request: Read, chunks: dict[ChunkId, Chunk]) -> bool:
+        if not self._shard.is_pinned(chunk_id):
+            return False
+        chunk = self._shard.get(chunk_id)
+        if chunk is None:
+            return False
+        if (chunk.header.run, chunk.header.field) != (request.run, request.field.name):
+            # Ids of another run are told apart by nothing: they do not exist here.
+            raise ChunkLost(
+                f"{_named([chunk_id])}: no chunk of {request.field.name!r} in run {request.run!r}"
+            )
+        chunks[chunk_id] = chunk
+        return True
+
+    def _explain(self, missing: Sequence[ChunkId]) -> None:
+        """Raise for chunks that will never come; those whose step is open may."""
+        states = dict(zip(missing, self._catalog.chunk_states(missing), strict=True))
+        released = [chunk_id for chunk_id in missing if states[chunk_id] == "released"]
+        if released:
+            names = [chunk_id.hex for chunk_id in released]
+            raise ChunkReleased(f"{_named(released)}: released or discarded", ids=names)
+        lost = [
+            chunk_id
+            for chunk_id in missing
+            if (states[chunk_id] is None and self._shard.header(chunk_id) is None)
+            or (states[chunk_id] == "committed" and self._shard.get(chunk_id) is None)
+        ]
+        if lost:
+            names = [chunk_id.hex for chunk_id in lost]
+            raise ChunkLost(f"{_named(lost)}: not stored here any more, or corrupt", ids=names)
+
+
+def _project(
+    values: npt.NDArray[np.generic], field: Field, layers: tuple[int, ...]
+) -> npt.NDArray[np.generic]:
+    """The chosen layers of ``[rows, *item]``: a view where they are consecutive."""
+    assert field.layer_axis is not None
+    axis = 1 + field.layer_axis
+    if max(layers, default=0) >= values.shape[axis] or min(layers, default=0) < 0:
+        raise MalformedMessage(f"layers {list(layers)}: the group of {field.name!r} has {values.shape[axis]}")
+    if layers == tuple(range(layers[0], layers[0] + len(layers))):
+        return values[(slice(None),) * axis + (slice(layers[0], layers[0] + len(layers)),)]
+    return np.take(values, layers, axis=axis)
+
+
+def _named(ids: Sequence[ChunkId]) -> str:
+    shown = ", ".join(chunk_id.hex for chunk_id in ids[:IDS_NAMED_MAX])
+    more = f" and {len(ids) - IDS_NAMED_MAX} more" if len(ids) > IDS_NAMED_MAX else ""
+    return f"chunk{'s' if len(ids) > 1 else ''} {shown}{more}"

@@ -1,0 +1,85 @@
+"""Takes a chunk from the network: nothing in it is believed until it was looked at."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from arrow_tq_schemas.chunks import Chunk, ChunkHeader, from_array, verify
+from arrow_tq_schemas.commands import RunInfo
+from arrow_tq_schemas.errors import MalformedMessage, StaleEpoch, ValueOutOfRange
+from arrow_tq_schemas.fields import Field
+from arrow_tq_schemas.tickets import PutStream
+
+
+def receive(
+    stream: PutStream, field: Field, info: RunInfo, header: ChunkHeader, batch: pa.RecordBatch
+) -> Chunk:
+    """The chunk in ``batch``, its values over the batch's own memory where it needs no cleaning.
+
+    Raises:
+        MalformedMessage: structure, row count, names or checksum do not fit; says which.
+        ValueOutOfRange: an expert id beyond the field's, naming value and position.
+        StaleEpoch: the writer joined an older epoch.
+    """
+    what = f"chunk {header.id}"
+    _check_header(what, stream, field, info, header)
+    expected = field.arrow_schema(stream.group)
+    if not batch.schema.equals(expected):
+        raise MalformedMessage(f"{what}: schema {batch.schema.types}, expected {expected.types}")
+    try:
+        # The cheap check misses lying lengths, which crash on first touch.
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise MalformedMessage(f"{what}: {str(error).splitlines()[0]}") from None
+    if batch.num_rows != header.rows:
+        raise MalformedMessage(f"{what}: {batch.num_rows} rows, its header says {header.rows}")
+    values, valid = from_array(batch.column(0), field.group_shape(stream.group))
+    if valid is not None and values[~valid].any():
+        # Null slots may hold what was in the sender's memory: they are stored, and hashed, as zero.
+        values = values.copy()
+        values[~valid] = 0
+    chunk = Chunk(header, values, valid)
+    if not verify(chunk):
+        raise MalformedMessage(f"{what}: its values do not have the checksum {header.checksum}")
+    _check_values(field, chunk)
+    return chunk
+
+
+def _check_header(what: str, stream: PutStream, field: Field, info: RunInfo, header: ChunkHeader) -> None:
+    if stream.group >= len(field.groups):
+        raise MalformedMessage(f"{what}: layer group {stream.group}, {field.name!r} has {len(field.groups)}")
+    said = (header.run, header.field, header.chunk_id.group)
+    if said != (stream.run, stream.field, stream.group):
+        raise MalformedMessage(
+            f"{what}: of {said}, the stream is of {(stream.run, stream.field, stream.group)}"
+        )
+    if header.epoch != info.epoch:
+        raise StaleEpoch(
+            f"{what}: written in epoch {header.epoch}, run {info.run!r} is in epoch {info.epoch}",
+            epoch=header.epoch,
+            current=info.epoch,
+        )
+
+
+def _check_values(field: Field, chunk: Chunk) -> None:
+    """What a checksum cannot tell: whether the sender's values are ones that the field may hold."""
+    if field.dtype == "bool":
+        highest, lowest = 1, 0
+    elif field.num_experts is not None:
+        highest, lowest = field.num_experts - 1, 0
+    else:
+        return
+    info = np.iinfo(chunk.values.dtype.name)
+    if info.max <= highest and info.min >= lowest:
+        return
+    wrong = np.greater(chunk.values, highest) | np.less(chunk.values, lowest)
+    if wrong.any():
+        place = tuple(int(index) for index in np.argwhere(wrong)[0])
+        raise ValueOutOfRange(
+            f"field {field.name!r}: value {chunk.values[place]} at position {chunk.header.start + place[0]} "
+            f"is not within {lowest} to {highest}",
+            field=field.name,
+            value=int(chunk.values[place]),
+            position=chunk.header.start + place[0],
+        )

@@ -1,0 +1,117 @@
+"""Start-up: takes over the extents that an earlier process left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from arrow_tq.logs import logger
+from arrow_tq.store import sidecar
+from arrow_tq.store.extent import END_OF_STREAM, Entry, Extent
+from arrow_tq.store.extent_key import ExtentKey, Roots, Tier
+from arrow_tq.store.mapped_file import PAGE, MappedFile
+from arrow_tq.store.space import Space
+from arrow_tq.store.walk import read_schema, walk
+from arrow_tq_schemas.ids import ChunkId
+
+TIERS: tuple[Tier, ...] = ("memory", "disk")
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryReport:
+    """What start-up found."""
+
+    extents: int = 0
+    chunks: int = 0
+    walked: int = 0
+    """Extents without a good sidecar."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recovered:
+    """One extent with its chunks, sealed."""
+
+    extent: Extent
+    located: list[tuple[ChunkId, Entry]]
+    walked: bool
+
+
+class Recovery:
+    """Opens every extent of a shard: by its sidecar, or by walking it. What it walked it seals."""
+
+    def __init__(self, roots: Roots, space: Space) -> None:
+        self._roots = roots
+        self._space = space
+        self._log = logger("arrow_tq.recovery")
+        self.report = RecoveryReport()
+
+    def extents(self) -> Iterator[Recovered]:
+        """The extents that hold chunks. Those that hold none are deleted, like sidecars without one."""
+        started = time.monotonic()
+        extents = chunks = walked = 0
+        for tier in TIERS:
+            expected = set()
+            for key, number, path in self._roots.existing(tier):
+                recovered = self._open(key, number, path)
+                if recovered is None:
+                    continue
+                expected.add(self._roots.sidecar(key, number))
+                extents += 1
+                chunks += len(recovered.located)
+                walked += recovered.walked
+                yield recovered
+            self._sweep_sidecars(tier, expected)
+        self.report = RecoveryReport(extents, chunks, walked, time.monotonic() - started)
+        if extents:
+            self._log.info("extents recovered", extents=extents, chunks=chunks, walked=walked)
+
+    def _open(self, key: ExtentKey, number: int, path: Path) -> Recovered | None:
+        if path.stat().st_size == 0:
+            path.unlink()
+            return None
+        file = MappedFile.open(path, self._space)
+        schema = read_schema(pa.py_buffer(file.map))
+        side = self._roots.sidecar(key, number)
+        if schema is None or len(schema) != 1:
+            self._delete(file, side)
+            return None
+        extent = Extent.reopen(key, number, file, schema)
+        located = sidecar.read(side, extent)
+        walked = located is None
+        if located is None:
+            located = walk(extent)
+            if located:
+                self._seal(extent)
+                sidecar.write(side, extent, located)
+        if not located:
+            self._delete(file, side)
+            return None
+        extent.chunks = len(located)
+        return Recovered(extent, located, walked)
+
+    @staticmethod
+    def _seal(extent: Extent) -> None:
+        """End the stream after the last whole chunk, zero the torn rest of that page, free what follows."""
+        end = extent.used_bytes + len(END_OF_STREAM)
+        rest = min(-(-end // PAGE) * PAGE, extent.file.size_bytes) - extent.used_bytes
+        extent.file.write(extent.used_bytes, END_OF_STREAM.ljust(max(rest, len(END_OF_STREAM)), b"\x00"))
+        extent.file.shrink(end)
+        if extent.key.tier == "disk":
+            extent.file.sync()
+
+    def _delete(self, file: MappedFile, side: Path) -> None:
+        self._log.warning("extent without a whole chunk deleted", path=str(file.path))
+        file.path.unlink()
+        side.unlink(missing_ok=True)
+        file.try_reclaim()
+
+    def _sweep_sidecars(self, tier: Tier, expected: set[Path]) -> None:
+        folder = self._roots.data_dir / "sidecars" / tier
+        for path in folder.glob("*/*/*"):
+            if path not in expected:
+                path.unlink()

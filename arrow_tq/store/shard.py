@@ -1,0 +1,398 @@
+"""A shard: write-once chunks in extents, found by id. It knows no sessions and no segments."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field as slot
+from pathlib import Path
+from typing import Literal
+
+from arrow_tq.logs import logger
+from arrow_tq.store import sidecar
+from arrow_tq.store.extent import Entry, Extent
+from arrow_tq.store.extent_key import ExtentKey, Roots, Tier, sync_folders
+from arrow_tq.store.group_sync import GroupSync
+from arrow_tq.store.mapped_file import MappedFile
+from arrow_tq.store.populate import Populator
+from arrow_tq.store.recovery import Recovery, RecoveryReport
+from arrow_tq.store.space import Space
+from arrow_tq_schemas.chunks import Chunk, ChunkHeader, verify
+from arrow_tq_schemas.errors import Conflict, StoreInUse
+from arrow_tq_schemas.fields import Field
+from arrow_tq_schemas.ids import ChunkId
+
+Durability = Literal["process", "disk"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardConfig:
+    """Where a shard lives and what it may use.
+
+    Args:
+        data_dir: sidecars, and the extents of disk-durable runs.
+        memory_dir: extents of the other runs.
+        capacity_bytes: allocated bytes at most, both tiers together.
+        number: the shard's number, 0 to 4095.
+        extent_bytes: size at which an extent is full; a larger chunk gets one of its own.
+        grow_bytes: smallest step of allocation.
+        ahead_bytes: how much memory is made ready ahead of a busy writer.
+        seal_idle_s: a live extent whose chunks are all dropped is sealed after so long without an append.
+    """
+
+    data_dir: Path
+    memory_dir: Path
+    capacity_bytes: int
+    number: int = 0
+    extent_bytes: int = 256 << 20
+    grow_bytes: int = 4 << 20
+    ahead_bytes: int = 64 << 20
+    seal_idle_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardUsage:
+    """A shard's bytes and counts."""
+
+    used_bytes: int
+    capacity_bytes: int
+    zombie_bytes: int
+    """Of unlinked extents that somebody still maps."""
+    extents: int
+    chunks: int
+    corrupt_chunks: int
+    """Chunks found damaged since start."""
+    by_run_and_tier: dict[tuple[str, str], int]
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """Where chunks of one key are appended: one live extent, one writer at a time."""
+
+    lock: threading.Lock = slot(default_factory=threading.Lock)
+    live: Extent | None = None
+    spare: Extent | None = None
+    """Made ready in the background when the live one is nearly full."""
+    next_number: int = 0
+
+
+class Shard:
+    """Keeps chunks. Thread-safe; readers never wait for writers.
+
+    Opening recovers what an earlier process left; ``recovery`` says what that was.
+    """
+
+    def __init__(self, config: ShardConfig) -> None:
+        self.config = config
+        self._pid = os.getpid()
+        self._roots = Roots(config.data_dir, config.memory_dir)
+        self._space = Space(config.capacity_bytes)
+        self._sync = GroupSync()
+        self._lock = threading.Lock()
+        """Guards the index's pins, the unpinned and the extents' counts."""
+        self._index: dict[ChunkId, Entry] = {}
+        self._unpinned: dict[ChunkId, float] = {}
+        self._streams: dict[ExtentKey, _Stream] = {}
+        self._extents: set[Extent] = set()
+        self._retired: list[Extent] = []
+        """Without chunks: to be unlinked by upkeep."""
+        self._zombies: list[MappedFile] = []
+        self._corrupt = 0
+        self._log = logger("arrow_tq.shard")
+        self.recovery = self._recover()
+        self._populator = Populator(config.grow_bytes, config.ahead_bytes)
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def put(self, field: Field, chunk: Chunk, durability: Durability) -> bool:
+        """Store a chunk. True: it is new; False: the same chunk was here already.
+
+        Raises:
+            Conflict: another chunk of that id is here; names both checksums.
+            StoreFull: no room; nothing was written.
+        """
+        self._check_process()
+        chunk_id = chunk.header.chunk_id
+        tier: Tier = "disk" if durability == "disk" else "memory"
+        key = ExtentKey(chunk.header.run, chunk.header.field, chunk_id.group, tier)
+        stream = self._streams.get(key)
+        if stream is None:
+            with self._lock:
+                stream = self._streams.setdefault(key, _Stream())
+        with stream.lock:
+            if self._is_here(chunk_id, chunk.header):
+                return False
+            extent = self._room(stream, key, field, chunk)
+            entry = extent.append(chunk)
+            with self._lock:
+                # Published only now that the bytes are complete.
+                self._index[chunk_id] = entry
+                self._unpinned[chunk_id] = time.monotonic()
+            if tier == "disk":
+                self._sync.mark(extent)
+        self._populator.look_after(extent)
+        if stream.spare is None and extent.rest_bytes < self.config.ahead_bytes < extent.used_bytes:
+            self._make_spare(stream, key, field)
+        return True
+
+    def sync(self, run: str) -> None:
+        """Return when all that was put before is on disk, whichever run it is of."""
+        self._sync.sync()
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def get(self, chunk_id: ChunkId) -> Chunk | None:
+        """The chunk, its values read-only views of the mapping; None: not here, or found damaged.
+
+        What this process did not write is verified by its checksum at first touch.
+        """
+        entry = self._index.get(chunk_id)
+        if entry is None or entry.corrupt:
+            return None
+        chunk = entry.extent.chunk(chunk_id, entry)
+        if not entry.verified:
+            if not verify(chunk):
+                entry.corrupt = True
+                self._corrupt += 1
+                self._log.error("chunk is damaged", chunk=chunk_id.hex, path=str(entry.extent.file.path))
+                return None
+            entry.verified = True
+        return chunk
+
+    def header(self, chunk_id: ChunkId) -> ChunkHeader | None:
+        """The chunk's header, without touching its payload."""
+        entry = self._index.get(chunk_id)
+        return None if entry is None else entry.extent.header(chunk_id, entry)
+
+    def ids(self) -> list[ChunkId]:
+        with self._lock:
+            return list(self._index)
+
+    # -- attaching and letting go --------------------------------------------------------------
+
+    def pin(self, ids: Sequence[ChunkId]) -> list[ChunkId]:
+        """Mark chunks as attached to a step. Gives the ids that are missing; pins none if any is."""
+        with self._lock:
+            missing = [chunk_id for chunk_id in ids if chunk_id not in self._index]
+            if not missing:
+                for chunk_id in ids:
+                    self._index[chunk_id].pinned = True
+                    self._unpinned.pop(chunk_id, None)
+            return missing
+
+    def unpin(self, ids: Iterable[ChunkId]) -> None:
+        """Their step did not commit after all."""
+        now = time.monotonic()
+        with self._lock:
+            for chunk_id in ids:
+                entry = self._index.get(chunk_id)
+                if entry is not None:
+                    entry.pinned = False
+                    self._unpinned[chunk_id] = now
+
+    def is_pinned(self, chunk_id: ChunkId) -> bool:
+        entry = self._index.get(chunk_id)
+        return entry is not None and entry.pinned
+
+    def drop(self, ids: Iterable[ChunkId]) -> None:
+        """Forget released chunks. Views that were given out stay valid."""
+        with self._lock:
+            for chunk_id in ids:
+                self._forget(chunk_id)
+
+    def drop_unpinned(self, ids: Iterable[ChunkId]) -> int:
+        """Forget those that no step attached; gives how many that were."""
+        with self._lock:
+            free = [chunk_id for chunk_id in ids if chunk_id in self._unpinned]
+            for chunk_id in free:
+                self._forget(chunk_id)
+            return len(free)
+
+    def orphans(self, older_than_s: float) -> list[ChunkId]:
+        """Chunks that were put longer ago than that and are attached to nothing."""
+        before = time.monotonic() - older_than_s
+        with self._lock:
+            return [chunk_id for chunk_id, put_at in self._unpinned.items() if put_at < before]
+
+    # -- upkeep --------------------------------------------------------------------------------
+
+    def usage(self) -> ShardUsage:
+        with self._lock:
+            by_run: dict[tuple[str, str], int] = {}
+            for extent in self._extents:
+                place = (extent.key.run, extent.key.tier)
+                by_run[place] = by_run.get(place, 0) + extent.file.allocated_bytes
+            zombie_bytes = sum(file.allocated_bytes for file in self._zombies)
+            return ShardUsage(
+                self._space.used_bytes, self._space.capacity_bytes, zombie_bytes, len(self._extents),
+                len(self._index), self._corrupt, by_run,
+            )  # fmt: skip
+
+    def maintain(self) -> None:
+        """Unlink extents without chunks; give back the bytes of those that nobody maps any more."""
+        self._retire_idle()
+        with self._lock:
+            retired, self._retired = self._retired, []
+            self._extents.difference_update(retired)
+        for extent in retired:
+            extent.file.path.unlink()
+            self._roots.sidecar(extent.key, extent.number).unlink(missing_ok=True)
+        with self._lock:
+            self._zombies.extend(extent.file for extent in retired)
+            zombies = list(self._zombies)
+        gone = [file for file in zombies if file.try_reclaim()]
+        with self._lock:
+            self._zombies = [file for file in self._zombies if file not in gone]
+
+    def close(self) -> None:
+        """Seal every extent with its sidecar and let go of the mappings."""
+        self._populator.stop()
+        self.maintain()
+        for extent in self._extents:
+            if not extent.sealed:
+                self._seal(extent, self._entries(extent))
+            extent.file.unmap()
+            extent.file.close()
+        self._index.clear()
+        self._extents.clear()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _recover(self) -> RecoveryReport:
+        for tier in ("memory", "disk"):
+            self._roots.extents(tier).mkdir(parents=True, exist_ok=True)
+        recovery = Recovery(self._roots, self._space)
+        now = time.monotonic()
+        for recovered in recovery.extents():
+            extent = recovered.extent
+            self._extents.add(extent)
+            stream = self._streams.setdefault(extent.key, _Stream())
+            stream.next_number = max(stream.next_number, extent.number + 1)
+            for chunk_id, entry in recovered.located:
+                if chunk_id in self._index:
+                    # A second copy of the same chunk: the first one is kept.
+                    extent.chunks -= 1
+                    continue
+                self._index[chunk_id] = entry
+                self._unpinned[chunk_id] = now
+        return recovery.report
+
+    def _is_here(self, chunk_id: ChunkId, header: ChunkHeader) -> bool:
+        entry = self._index.get(chunk_id)
+        if entry is None:
+            return False
+        if entry.checksum != header.checksum:
+            raise Conflict(
+                f"chunk {header.id} is stored with checksum {entry.checksum}, the new one has "
+                f"{header.checksum}",
+                id=header.id,
+            )
+        return True
+
+    def _room(self, stream: _Stream, key: ExtentKey, field: Field, chunk: Chunk) -> Extent:
+        """A live extent with blocks for the chunk; the stream's lock is held."""
+        needed = Extent.needed_bytes(chunk)
+        extent = stream.live
+        if extent is not None and extent.used_bytes + needed > extent.file.size_bytes:
+            self._finish(stream)
+            extent = None
+        if extent is None and stream.spare is not None and needed <= stream.spare.file.size_bytes:
+            extent, stream.spare = stream.spare, None
+            stream.live = extent
+        if extent is None:
+            extent = self._create(stream, key, field, max(self.config.extent_bytes, needed))
+            stream.live = extent
+        try:
+            extent.file.grow(extent.used_bytes + needed, min(self.config.grow_bytes, extent.file.size_bytes))
+        except BaseException:
+            if not extent.used_bytes:
+                self._abandon(stream, extent)
+            raise
+        return extent
+
+    def _create(self, stream: _Stream, key: ExtentKey, field: Field, size_bytes: int) -> Extent:
+        path = self._roots.extent(key, stream.next_number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        schema = field.arrow_schema(key.group)
+        extent = Extent.create(key, stream.next_number, path, schema, size_bytes, self._space)
+        if key.tier == "disk":
+            sync_folders(path.parent, self._roots.extents("disk"))
+        stream.next_number += 1
+        with self._lock:
+            self._extents.add(extent)
+        return extent
+
+    def _make_spare(self, stream: _Stream, key: ExtentKey, field: Field) -> None:
+        """The extent after this one, so that its memory is ready when it is needed."""
+        with stream.lock:
+            if stream.spare is not None:
+                return
+            stream.spare = self._create(stream, key, field, self.config.extent_bytes)
+        self._populator.prepare(stream.spare)
+
+    def _abandon(self, stream: _Stream, extent: Extent) -> None:
+        """Remove a new extent that got no blocks: a full store is left as it was."""
+        if stream.live is extent:
+            stream.live = None
+        if stream.spare is extent:
+            stream.spare = None
+        extent.sealed = True
+        with self._lock:
+            self._extents.discard(extent)
+        extent.file.path.unlink()
+        if not extent.file.try_reclaim():
+            with self._lock:
+                self._zombies.append(extent.file)
+
+    def _finish(self, stream: _Stream) -> None:
+        """Seal the stream's live extent; the stream's lock is held."""
+        extent, stream.live = stream.live, None
+        assert extent is not None
+        self._seal(extent, self._entries(extent))
+        with self._lock:
+            if extent.chunks == 0:
+                self._retired.append(extent)
+
+    def _entries(self, extent: Extent) -> list[tuple[ChunkId, Entry]]:
+        """What a live extent holds that is not dropped."""
+        with self._lock:
+            found = [(chunk_id, self._index.get(chunk_id)) for chunk_id in extent.written]
+        return [(one, entry) for one, entry in found if entry is not None and entry.extent is extent]
+
+    def _seal(self, extent: Extent, entries: Sequence[tuple[ChunkId, Entry]]) -> None:
+        if extent.key.tier == "disk":
+            extent.file.sync()
+        extent.seal()
+        if extent.key.tier == "disk":
+            extent.file.sync()
+        if entries:
+            sidecar.write(self._roots.sidecar(extent.key, extent.number), extent, entries)
+
+    def _forget(self, chunk_id: ChunkId) -> None:
+        """Take a chunk out of the index; the lock is held."""
+        entry = self._index.pop(chunk_id, None)
+        self._unpinned.pop(chunk_id, None)
+        if entry is None:
+            return
+        entry.extent.chunks -= 1
+        if entry.extent.chunks == 0 and entry.extent.sealed:
+            self._retired.append(entry.extent)
+
+    def _retire_idle(self) -> None:
+        """Seal live extents that hold nothing and were not written to for a while."""
+        before = time.monotonic() - self.config.seal_idle_s
+        for stream in list(self._streams.values()):
+            extent = stream.live
+            if extent is None or extent.chunks or extent.appended_at > before:
+                continue
+            with stream.lock:
+                if stream.live is extent and extent.chunks == 0 and extent.appended_at <= before:
+                    self._finish(stream)
+                    if stream.spare is not None:
+                        self._abandon(stream, stream.spare)
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise StoreInUse(f"shard opened by process {self._pid}, used in its fork {os.getpid()}")

@@ -1,0 +1,86 @@
+"""The sidecar of a sealed extent: where its chunks are, so that start-up need not walk it.
+
+Layout, little-endian: ``ATQX``, u8 version, u32 length of the JSON head, the head (rows, extent bytes),
+rows of ``RECORD``, then xxh3-64 of everything before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from arrow_tq.store.extent import Entry, Extent
+from arrow_tq.store.extent_key import sync_folder
+from arrow_tq_schemas.ids import ChunkId
+
+MAGIC, VERSION = b"ATQX", 1
+_HEAD = struct.Struct("<4sBI")
+RECORD = np.dtype(
+    [
+        ("id", "V16"),
+        ("checksum", "V16"),
+        ("offset", "<u8"),
+        ("length", "<u8"),
+        ("start", "<u8"),
+        ("epoch", "<u8"),
+        ("rows", "<u4"),
+        ("nullable", "u1"),
+    ]
+)
+Located = Sequence[tuple[ChunkId, Entry]]
+
+
+def write(path: Path, extent: Extent, located: Located) -> None:
+    """Write the sidecar, whole or not at all, and durably."""
+    records = np.empty(len(located), RECORD)
+    for index, (chunk_id, entry) in enumerate(located):
+        records[index] = (
+            chunk_id.to_bytes(), bytes.fromhex(entry.checksum), entry.offset, entry.length, entry.start,
+            entry.epoch, entry.rows, entry.nullable,
+        )  # fmt: skip
+    head = json.dumps({"rows": len(located), "used_bytes": extent.used_bytes}).encode()
+    content = _HEAD.pack(MAGIC, VERSION, len(head)) + head + records.tobytes()
+    content += xxhash.xxh3_64_digest(content)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    sync_folder(path.parent)
+
+
+def read(path: Path, extent: Extent) -> list[tuple[ChunkId, Entry]] | None:
+    """The entries of ``extent``, not verified yet; None where the sidecar is missing or damaged."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if len(content) < _HEAD.size + 8 or xxhash.xxh3_64_digest(content[:-8]) != content[-8:]:
+        return None
+    magic, version, length = _HEAD.unpack_from(content)
+    if magic != MAGIC or version != VERSION:
+        return None
+    head = json.loads(content[_HEAD.size : _HEAD.size + length])
+    if head["used_bytes"] > extent.file.size_bytes:
+        return None
+    extent.used_bytes = head["used_bytes"]
+    records = np.frombuffer(content[_HEAD.size + length : -8], RECORD, head["rows"])
+    return [
+        (
+            ChunkId.from_bytes(bytes(record["id"])),
+            Entry(
+                extent, int(record["offset"]), int(record["length"]), int(record["rows"]),
+                bool(record["nullable"]), int(record["start"]), int(record["epoch"]),
+                bytes(record["checksum"]).hex(), verified=False,
+            ),
+        )
+        for record in records
+    ]  # fmt: skip

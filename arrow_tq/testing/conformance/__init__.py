@@ -1,0 +1,24 @@
+"""The conformance suite: subclass ``StoreConformance`` and give a ``store`` fixture (an empty store).
+
+Every test looks at the reply *and* at what the store holds afterwards.
+"""
+
+from arrow_tq.testing.conformance.claims import ClaimConformance
+from arrow_tq.testing.conformance.concurrency import ConcurrencyConformance
+from arrow_tq.testing.conformance.people import PeopleConformance
+from arrow_tq.testing.conformance.runs import RunConformance
+from arrow_tq.testing.conformance.segments import SegmentConformance
+from arrow_tq.testing.conformance.steps import StepConformance
+
+__all__ = ["StoreConformance"]
+
+
+class StoreConformance(
+    RunConformance,
+    StepConformance,
+    SegmentConformance,
+    ClaimConformance,
+    PeopleConformance,
+    ConcurrencyConformance,
+):
+    """All of it."""
