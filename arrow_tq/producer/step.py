@@ -99,6 +99,12 @@ class Step:
         self.session.run.field(receipt.field)
         self._receipts.append(receipt)
 
+    def flush(self) -> None:
+        """Return when everything that was put is stored: its receipts may then go to another process."""
+        for handle in self._pending:
+            handle.wait(self.session.run.put_timeout_s)
+        self._pending.clear()
+
     def commit(self) -> None:
         """Wait for the puts, then commit. Called by the context manager's exit.
 
@@ -108,7 +114,7 @@ class Step:
         """
         self._check_open("commit")
         try:
-            self._flush()
+            self.flush()
             self.session.run.backend.commit(self._record())
         except BaseException:
             self.cancel()
@@ -135,11 +141,6 @@ class Step:
             except ArrowTQError:
                 # A store out of reach reaps them itself: nothing attached them.
                 return
-
-    def _flush(self) -> None:
-        for handle in self._pending:
-            handle.wait(self.session.run.put_timeout_s)
-        self._pending.clear()
 
     def _record(self) -> StepCommit:
         run = self.session.run
@@ -202,6 +203,10 @@ class AsyncStep:
     async def attach(self, receipt: Receipt | str | bytes | Mapping[str, object]) -> None:
         """As ``Step.attach``."""
         self._step.attach(receipt)
+
+    async def flush(self) -> None:
+        """As ``Step.flush``."""
+        await self.session.run.threads.call(self._step.flush)
 
     async def commit(self) -> None:
         """As ``Step.commit``."""

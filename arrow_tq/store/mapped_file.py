@@ -76,6 +76,10 @@ class MappedFile:
         Raises:
             StoreFull: past the capacity, or the filesystem is full; nothing was allocated.
         """
+        if wanted_bytes <= self.allocated_bytes:
+            # Read without the lock: it only grows while there are writers, and they must not wait for
+            # memory that is being made ready further ahead.
+            return
         with self._growing:
             if wanted_bytes <= self.allocated_bytes:
                 return

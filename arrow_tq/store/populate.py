@@ -65,8 +65,9 @@ class Populator:
     def _populate(self, extent: Extent) -> None:
         if extent.sealed:
             return
-        start = extent.file.allocated_bytes
         ahead = min(extent.used_bytes, self._ahead_bytes) or self._ahead_bytes
         wanted = min(extent.used_bytes + ahead, extent.file.size_bytes)
-        extent.file.grow(wanted, self._grow_bytes)
-        extent.file.populate(start, extent.file.allocated_bytes)
+        while (start := extent.file.allocated_bytes) < wanted and not extent.sealed:
+            # In steps: a writer that needs room now waits for one of them at most.
+            extent.file.grow(min(start + self._grow_bytes, wanted), self._grow_bytes)
+            extent.file.populate(start, extent.file.allocated_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +15,11 @@ from arrow_tq_schemas.errors import InvalidInput
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.manifests import Manifest
-from arrow_tq_schemas.spans import Spans
+from arrow_tq_schemas.spans import Spans, empty_spans
 from arrow_tq_schemas.tables import TABLES
 
 ROWS_PER_BATCH = 16_384
+MANIFESTS_PER_BATCH = 256
 SPANS_KEY_BITS = 24
 """A manifest has fewer than 2^24 spans, so row and span make one key."""
 GROUP_KEY_BITS = 8
@@ -91,7 +93,7 @@ def _chunk_batches(
     connection: apsw.Connection, run: str | None, after: int, schema: pa.Schema
 ) -> Iterator[pa.RecordBatch]:
     """One row a layer group, with its share of the bytes."""
-    fields: dict[str, dict[str, Field]] = {}
+    row_bytes: dict[tuple[str, str], list[int]] = {}
     cursor = connection.execute(
         "SELECT chunk_id, runs.run, sessions.session_id, chunks.field, groups, start, rows, state,"
         " chunks.created_at, chunks.rev, chunks.id FROM chunks "
@@ -102,17 +104,16 @@ def _chunk_batches(
     for block in _blocks(cursor):
         rows = []
         for raw, name, session, field, groups, start, count, state, created, rev, key in block:
-            if name not in fields:
-                fields[name] = _fields(connection, name)
-            declared = fields[name][field]
+            if (name, field) not in row_bytes:
+                row_bytes.update(_row_bytes(connection, name))
+            sizes = row_bytes[name, field]
             first = ChunkId(int.from_bytes(raw, "big"))
             for group in range(groups):
-                size = count * int(np.prod(declared.group_shape(group), dtype=np.int64))
+                one = first.sibling(group)
                 rows.append(
                     (
-                        *(first.sibling(group).hex, name, session, field, group, first.shard, start, count),
-                        *(size * declared.type.numpy.itemsize, state, created, None, rev),
-                        key << GROUP_KEY_BITS | group,
+                        *(one.hex, name, session, field, group, one.shard, start, count),
+                        *(count * sizes[group], state, created, None, rev, key << GROUP_KEY_BITS | group),
                     )
                 )
         yield _batch(list(zip(*rows, strict=True)), schema)
@@ -127,23 +128,34 @@ def _span_batches(
         "WHERE manifests.rev > ? AND (? IS NULL OR runs.run = ?) ORDER BY manifests.rev",
         (after, run, run),
     )
-    for name, segment, raw, rev, row in cursor:
-        manifest = Manifest.decode(raw)
-        spans = np.concatenate(list(manifest.spans.values()))
-        total = len(spans)
-        if not total:
-            continue
-        counts = [len(part) for part in manifest.spans.values()]
-        of_field = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
-        names = pa.DictionaryArray.from_arrays(of_field, pa.array(list(manifest.spans), pa.string()))
-        arrays = [
-            *(pa.repeat(pa.scalar(name), total), pa.repeat(pa.scalar(segment), total)),
-            *(names.cast(pa.string()), pa.array(spans["start"]), pa.array(spans["rows"].astype(np.int64))),
-            *(hex_ids(spans), pa.array(spans["row"].astype(np.int64)), pa.nulls(total, pa.string())),
-            pa.repeat(pa.scalar(rev, pa.int64()), total),
-            pa.array((row << SPANS_KEY_BITS) + np.arange(total, dtype=np.int64)),
-        ]
-        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+    for block in _blocks(cursor, MANIFESTS_PER_BATCH):
+        yield _spans_of(block, schema)
+
+
+def _spans_of(block: Sequence[tuple[Any, ...]], schema: pa.Schema) -> pa.RecordBatch:
+    """The spans of some manifests, field by field."""
+    parts: list[Spans] = [empty_spans()]
+    counts: list[int] = []
+    labels: list[tuple[str, str, str, int]] = []
+    keys = [np.empty(0, np.int64)]
+    for name, segment, raw, rev, row in block:
+        first = row << SPANS_KEY_BITS
+        for field, spans in Manifest.decode(raw).spans.items():
+            parts.append(spans)
+            counts.append(len(spans))
+            labels.append((name, segment, field, rev))
+            keys.append(np.arange(first, first + len(spans), dtype=np.int64))
+            first += len(spans)
+    spans = np.concatenate(parts)
+    place = pa.array(np.repeat(np.arange(len(counts)), counts))
+    names, segments, fields, revs = zip(*labels, strict=True) if labels else ((), (), (), ())
+    arrays = [
+        *(pa.array(column, pa.string()).take(place) for column in (names, segments, fields)),
+        *(pa.array(spans["start"]), pa.array(spans["rows"].astype(np.int64)), hex_ids(spans)),
+        *(pa.array(spans["row"].astype(np.int64)), pa.nulls(len(spans), pa.string())),
+        *(pa.array(revs, pa.int64()).take(place), pa.array(np.concatenate(keys))),
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def hex_ids(spans: Spans) -> pa.Array:
@@ -155,11 +167,11 @@ def hex_ids(spans: Spans) -> pa.Array:
     return wide.cast(pa.string())
 
 
-def _blocks(cursor: apsw.Cursor) -> Iterator[list[tuple[Any, ...]]]:
+def _blocks(cursor: apsw.Cursor, size: int = ROWS_PER_BATCH) -> Iterator[list[tuple[Any, ...]]]:
     block: list[tuple[Any, ...]] = []
     for row in cursor:
         block.append(row)
-        if len(block) == ROWS_PER_BATCH:
+        if len(block) == size:
             yield block
             block = []
     if block:
@@ -171,6 +183,13 @@ def _batch(values: Sequence[Sequence[object]], schema: pa.Schema) -> pa.RecordBa
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _fields(connection: apsw.Connection, run: str) -> dict[str, Field]:
+def _row_bytes(connection: apsw.Connection, run: str) -> dict[tuple[str, str], list[int]]:
+    """By run and field, the bytes of one row in each layer group."""
     text = connection.execute("SELECT fields FROM runs WHERE run = ?", (run,)).get
-    return {field.name: field for field in map(Field.from_json, json.loads(text))}
+    return {
+        (run, field.name): [
+            math.prod(field.group_shape(group)) * field.type.numpy.itemsize
+            for group in range(len(field.groups))
+        ]
+        for field in map(Field.from_json, json.loads(text))
+    }

@@ -94,8 +94,10 @@ class Readers:
         return connection
 
     def _give_back(self, connection: apsw.Connection) -> None:
+        # A cursor that was left in the middle holds on to its snapshot: the next reader would see the past.
+        clean = connection.txn_state() == apsw.SQLITE_TXN_NONE
         with self._lock:
-            if not self._closed:
+            if clean and not self._closed:
                 self._idle.append(connection)
                 return
         connection.close()

@@ -8,7 +8,9 @@ claim. Discarded segments do not count.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import apsw
@@ -94,8 +96,13 @@ def choose(connection: apsw.Connection, wish: Wish) -> list[int]:
         f"AND NOT {stale} ORDER BY {order}, segments.id",
         (*wish.scope, *values, *ordinal),
     )
-    if wish.unit == "segment":
-        return [row for row, _ in zip((row[0] for row in ready), range(wish.limit), strict=False)]
+    with closing(ready):
+        if wish.unit == "segment":
+            return [row[0] for row in islice(ready, wish.limit)]
+        return _take_units(connection, wish, ready)
+
+
+def _take_units(connection: apsw.Connection, wish: Wish, ready: Any) -> list[int]:
     taken: list[int] = []
     for unit, rows in _units(ready, wish):
         if not _is_whole(connection, wish, unit, len(rows)):

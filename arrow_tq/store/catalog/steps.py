@@ -13,7 +13,7 @@ from arrow_tq.store.catalog.sessions import SessionRow, get_session
 from arrow_tq.store.catalog.step_plans import ChunkRow, StepPlan, lost
 from arrow_tq.store.catalog.writer import Change
 from arrow_tq_schemas.commands import StepCommit
-from arrow_tq_schemas.errors import ArrowTQError, Conflict, InternalError, NotFound, Unsupported
+from arrow_tq_schemas.errors import ArrowTQError, Conflict, NotFound, Unsupported
 from arrow_tq_schemas.receipts import Receipt
 
 _FIND_STEP = (
@@ -131,27 +131,22 @@ def _pin(change: Change, plan: StepPlan, pins: ChunkPins) -> None:
 def _attach(change: Change, session: SessionRow, plan: StepPlan) -> None:
     if not plan.chunks:
         return
+    before = change.connection.total_changes()
     try:
         change.executemany(
             _INSERT_CHUNK, [(*row, session.id, change.now_us, change.rev) for row in plan.chunks]
         )
     except apsw.ConstraintError:
-        raise _attached_already(change, plan) from None
-
-
-def _attached_already(change: Change, plan: StepPlan) -> Conflict | InternalError:
-    for row in plan.chunks:
-        found = change.execute(
+        refused = plan.chunks[change.connection.total_changes() - before][0]
+        owner = change.execute(
             "SELECT session_id FROM chunks JOIN sessions ON sessions.id = chunks.session WHERE chunk_id = ?",
-            (row[0],),
+            (refused,),
         ).get
-        if found is not None:
-            return Conflict(
-                f"step {plan.commit.step_id!r}: chunk {row[0].hex()} is attached already, to a step of "
-                f"session {found!r}",
-                chunk_id=row[0].hex(),
-            )
-    return InternalError(f"step {plan.commit.step_id!r}: chunks were refused by the catalog")
+        raise Conflict(
+            f"step {plan.commit.step_id!r}: chunk {refused.hex()} is attached already, to a step of session "
+            f"{owner!r}",
+            chunk_id=refused.hex(),
+        ) from None
 
 
 def _unpin(connection: apsw.Connection, plan: StepPlan, pins: ChunkPins) -> None:

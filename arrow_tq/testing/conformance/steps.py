@@ -108,6 +108,7 @@ class StepConformance:
         run = open_run(store)
         writer = run.session("s").step(id="engine")
         receipt = writer.put("token_ids", [1, 2, 3], start=0)
+        writer.flush()
         with run.session("s").step() as step:
             step.attach(receipt.to_json())
         assert run.session("s").finalize()[0].num_tokens == 3

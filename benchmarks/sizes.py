@@ -1,0 +1,37 @@
+"""How much each benchmark moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arrow_tq import Field, fields
+
+LAYERS, TOPK, EXPERTS = 40, 8, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bounds of one run of the benchmarks."""
+
+    rounds: int
+    piece_tokens: int
+    """Rows of one put; a row is 40 x 8 bytes."""
+    pieces: int
+    warm_pieces: int
+    """What an engine has made ready ahead, and more: appends that meet no fresh page."""
+    clients: int
+    commits: int
+    """Step commits per client and round."""
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.piece_tokens * LAYERS * TOPK
+
+
+FULL = Sizes(rounds=7, piece_tokens=12_800, pieces=24, warm_pieces=7, clients=64, commits=100)
+SMOKE = Sizes(rounds=1, piece_tokens=64, pieces=3, warm_pieces=2, clients=4, commits=5)
+
+
+def routing() -> Field:
+    """40 layers, 8 of 256 experts a token, uint8: 320 bytes a token."""
+    return fields.routed_experts(LAYERS, TOPK, EXPERTS)

@@ -1,0 +1,70 @@
+"""A real server process for tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+START_S = 30.0
+STOP_S = 30.0
+
+
+class Server:
+    """``python -m arrow_tq_server`` on free ports. Killed at the end if it still runs.
+
+    Attributes:
+        url: where its Flight port is.
+        http_url: where its HTTP port is.
+    """
+
+    def __init__(self, data_dir: Path, memory_dir: Path, *arguments: str) -> None:
+        self.data_dir = data_dir
+        self.memory_dir = memory_dir
+        self.log = data_dir.with_name(f"{data_dir.name}.log")
+        data_dir.parent.mkdir(parents=True, exist_ok=True)
+        folders = ["--data-dir", str(data_dir), "--memory-dir", str(memory_dir)]
+        ports = ["--host", "127.0.0.1", "--port", "0", "--http-port", "0"]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "arrow_tq_server", *folders, *ports, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        words = line.split()
+        if len(words) < 4:
+            self.process.wait(START_S)
+            raise AssertionError(f"the server did not start: {line!r} {self.log.read_text()[-2000:]}")
+        self.url, self.http_url = words[2], words[3]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait(STOP_S)
+
+    def stop(self) -> int:
+        """SIGTERM; gives the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_S)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.process.wait(STOP_S)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
