@@ -64,6 +64,10 @@ class Backend(Protocol):
     def url(self) -> str:
         """Where the store is: a path or ``grpc://host:port``."""
 
+    @property
+    def puts_in_background(self) -> bool:
+        """Whether ``put`` may return before it has read the chunks' memory."""
+
     def shard(self) -> int:
         """Shard number for the next new chunk."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,6 @@ from arrow_tq.runs import Run
 from arrow_tq.store import Engine, EngineConfig
 from benchmarks.report import Row, against, interleaved, rate
 from benchmarks.sizes import EXPERTS, LAYERS, TOPK, Sizes, routing
-
-WARM_S = 1.0
-"""Pause in which the engine populates the memory that the next round appends to."""
 
 
 def rows(sizes: Sizes) -> list[Row]:
@@ -53,7 +49,6 @@ class _Appender:
 
     def __call__(self) -> float:
         self._round += 1
-        time.sleep(WARM_S if self._count > 3 else 0)
         session = self._run.session(f"append-{self._round}-{id(self)}")
         tokens = self._pieces[0].shape[0]
         size = self._count * tokens * LAYERS * TOPK / 1e9
@@ -89,6 +84,7 @@ def _append(run: Run, sizes: Sizes) -> list[Row]:
             lambda: copies(narrow),
             lambda: copies(wide),
         ],
+        sizes.pause_s,
     )
     return [
         against("append uint8, checksum included, to memcpy", same, memcpy, "GB/s", 0.65),

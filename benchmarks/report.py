@@ -28,11 +28,15 @@ class Row:
     target: float | None
 
 
-def interleaved(rounds: int, work: Sequence[Callable[[], float]]) -> list[float]:
-    """The median of each function's figure over ``rounds`` rounds in which all take turns."""
+def interleaved(rounds: int, work: Sequence[Callable[[], float]], pause_s: float = 0.0) -> list[float]:
+    """The median of each function's figure over ``rounds`` rounds in which all take turns.
+
+    Each turn begins after the same pause, so that none has a warmer processor than the others.
+    """
     figures: list[list[float]] = [[] for _ in work]
     for _ in range(rounds):
         for index, function in enumerate(work):
+            time.sleep(pause_s)
             figures[index].append(function())
     return [statistics.median(values) for values in figures]
 

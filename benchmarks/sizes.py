@@ -14,11 +14,14 @@ class Sizes:
     """Bounds of one run of the benchmarks."""
 
     rounds: int
+    pause_s: float
+    """Before each turn: the engine makes memory ready ahead in quiet moments."""
     piece_tokens: int
     """Rows of one put; a row is 40 x 8 bytes."""
     pieces: int
     warm_pieces: int
     """What an engine has made ready ahead, and more: appends that meet no fresh page."""
+    wire_pieces: int
     clients: int
     commits: int
     """Step commits per client and round."""
@@ -28,8 +31,19 @@ class Sizes:
         return self.piece_tokens * LAYERS * TOPK
 
 
-FULL = Sizes(rounds=7, piece_tokens=12_800, pieces=24, warm_pieces=7, clients=64, commits=100)
-SMOKE = Sizes(rounds=1, piece_tokens=64, pieces=3, warm_pieces=2, clients=4, commits=5)
+FULL = Sizes(
+    rounds=9,
+    pause_s=1.2,
+    piece_tokens=12_800,
+    pieces=24,
+    warm_pieces=7,
+    wire_pieces=12,
+    clients=64,
+    commits=100,
+)
+SMOKE = Sizes(
+    rounds=1, pause_s=0.0, piece_tokens=64, pieces=3, warm_pieces=2, wire_pieces=2, clients=4, commits=5
+)
 
 
 def routing() -> Field:

@@ -15,7 +15,6 @@ from benchmarks import servers
 from benchmarks.report import Row, against, interleaved, rate
 from benchmarks.sizes import EXPERTS, LAYERS, TOPK, Sizes, routing
 
-
 CHANNEL_OPTIONS = [
     ("grpc.http2.max_frame_size", 16_777_215),
     ("grpc.http2.lookahead_bytes", 16_777_216),
@@ -30,12 +29,12 @@ def rows(sizes: Sizes) -> list[Row]:
     random = np.random.default_rng(0)
     shape = (sizes.piece_tokens, LAYERS, TOPK)
     pieces = [random.integers(0, EXPERTS, shape, dtype=np.uint8) for _ in range(2)]
-    source = [pieces[index % 2] for index in range(sizes.pieces)]
+    source = [pieces[index % 2] for index in range(sizes.wire_pieces)]
     with servers.ours() as url, servers.bare() as bare_url, arrow_tq.connect(url) as store:
         run = store.run("bench", fields=[fields.token_ids(), routing()])
         putter = _Putter(run, source)
         bare = _Bare(bare_url, source)
-        put, bare_put = interleaved(sizes.rounds, [putter, bare.put])
+        put, bare_put = interleaved(sizes.rounds, [putter, bare.put], sizes.pause_s)
         getter = _Getter(run, source)
         get, bare_get = interleaved(sizes.rounds, [getter, bare.get])
         getter.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,16 @@ class Encoded:
     receipt: Receipt
     copied: bool
     """False: chunks still reference the caller's memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes of all chunks."""
+        return sum(chunk.bytes for chunk in self.receipt.chunks)
+
+    def copy(self) -> Encoded:
+        """The same chunks over memory of their own."""
+        chunks = [[replace(one, values=one.values.copy()) for one in group] for group in self.chunks_by_group]
+        return Encoded(chunks, self.receipt, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +157,8 @@ def _convert(
         and given.flags.aligned
         and not nulls.any()
     )
+    if in_place and conversion.bounds is None:
+        return [given.view(storage)], None, source.private
     shapes = [field.group_shape(group) for group in range(len(field.groups))]
     out = [] if in_place else [np.empty((end - first, *shape), storage) for shape in shapes]
     selections = _selections(field)

@@ -94,6 +94,10 @@ class Engine:
     def url(self) -> str:
         return self.config.url or str(self.config.data_dir)
 
+    @property
+    def puts_in_background(self) -> bool:
+        return False
+
     def shard(self) -> int:
         return 0
 

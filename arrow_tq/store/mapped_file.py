@@ -40,6 +40,7 @@ class MappedFile:
         self._descriptor = descriptor
         self._space = space
         self._growing = threading.Lock()
+        self._populated_bytes = 0
 
     @classmethod
     def create(cls, path: Path, size_bytes: int, space: Space) -> MappedFile:
@@ -90,12 +91,13 @@ class MappedFile:
                 # The last bytes of a nearly full store are worth a smaller step.
                 self._allocate(_page_up(wanted_bytes))
 
-    def populate(self, start: int, end: int) -> None:
-        """Fault pages in ahead of writing; where the kernel cannot, the writer pays as it goes."""
+    def populate(self) -> None:
+        """Fault in what is allocated, ahead of writing; where the kernel cannot, the writer pays."""
         with self._growing:
-            first, last = start // PAGE * PAGE, min(end, self.allocated_bytes)
+            first, last = self._populated_bytes, self.allocated_bytes // PAGE * PAGE
             if last <= first:
                 return
+            self._populated_bytes = last
             try:
                 self.map.madvise(MADV_POPULATE_WRITE, first, last - first)
             except OSError as error:

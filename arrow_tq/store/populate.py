@@ -30,12 +30,15 @@ class Populator:
         self._thread.start()
 
     def look_after(self, extent: Extent) -> None:
-        """Ask for memory ahead of ``extent``'s end where it runs short. Never blocks."""
-        used = extent.used_bytes
-        ahead = min(used, self._ahead_bytes)
-        if extent.file.allocated_bytes >= min(used + ahead // 2, extent.file.size_bytes):
-            return
-        self.prepare(extent)
+        """After an append: ask for memory where the extent runs short. Never blocks.
+
+        A burst should meet little of this work, so it begins late; ``top_up`` does it in quiet moments.
+        """
+        self._ask(extent, min(extent.used_bytes, self._ahead_bytes) // 4)
+
+    def top_up(self, extent: Extent) -> None:
+        """In a quiet moment: have all of the memory ahead ready. Never blocks."""
+        self._ask(extent, min(extent.used_bytes, self._ahead_bytes))
 
     def prepare(self, extent: Extent) -> None:
         """Make a new extent's first ``ahead_bytes`` ready. Never blocks: a busy thread makes less ready."""
@@ -44,6 +47,10 @@ class Populator:
                 return
             self._waiting.add(extent)
         self._queue.put(extent)
+
+    def _ask(self, extent: Extent, margin: int) -> None:
+        if extent.file.allocated_bytes < min(extent.used_bytes + margin, extent.file.size_bytes):
+            self.prepare(extent)
 
     def stop(self) -> None:
         self._queue.put(None)
@@ -67,7 +74,8 @@ class Populator:
             return
         ahead = min(extent.used_bytes, self._ahead_bytes) or self._ahead_bytes
         wanted = min(extent.used_bytes + ahead, extent.file.size_bytes)
-        while (start := extent.file.allocated_bytes) < wanted and not extent.sealed:
+        extent.file.populate()
+        while (allocated := extent.file.allocated_bytes) < wanted and not extent.sealed:
             # In steps: a writer that needs room now waits for one of them at most.
-            extent.file.grow(min(start + self._grow_bytes, wanted), self._grow_bytes)
-            extent.file.populate(start, extent.file.allocated_bytes)
+            extent.file.grow(min(allocated + self._grow_bytes, wanted), self._grow_bytes)
+            extent.file.populate()

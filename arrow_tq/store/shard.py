@@ -231,8 +231,11 @@ class Shard:
             )  # fmt: skip
 
     def maintain(self) -> None:
-        """Unlink extents without chunks; give back the bytes of those that nobody maps any more."""
+        """Unlink extents without chunks, give back what nobody maps any more, make memory ready ahead."""
         self._retire_idle()
+        for stream in list(self._streams.values()):
+            if stream.live is not None:
+                self._populator.top_up(stream.live)
         with self._lock:
             retired, self._retired = self._retired, []
             self._extents.difference_update(retired)

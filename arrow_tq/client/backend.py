@@ -1,0 +1,222 @@
+"""``FlightBackend``: a store behind an Arrow Flight server."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from arrow_tq.backend import PutHandle, Read, Rows
+from arrow_tq.client.address import check_url
+from arrow_tq.client.commits import Commits
+from arrow_tq.client.connection import Connection
+from arrow_tq.client.options import ClientOptions
+from arrow_tq.client.puts import Puts
+from arrow_tq.client.reads import read
+from arrow_tq_schemas.chunks import Chunk
+from arrow_tq_schemas.commands import (
+    Claim,
+    ClaimInfo,
+    Command,
+    Empty,
+    Reply,
+    RunQuery,
+    StepCommit,
+    StepResult,
+    unpack_reply,
+)
+from arrow_tq_schemas.errors import Conflict
+from arrow_tq_schemas.fields import Field
+from arrow_tq_schemas.tickets import SqlTicket
+
+CLOSE_S = 10.0
+"""How long ``close`` waits for puts and commits under way."""
+EXIT_S = 2.0
+"""The same where a store was never closed and the interpreter ends."""
+FORK_SETTLE_S = 0.02
+"""gRPC still holds a lock for a moment when its last thread is gone, and a child would inherit it held."""
+GRPC_THREAD = "grpc_global_tim"
+"""A thread that lives as long as gRPC does in a process, as the kernel cuts its name."""
+
+
+class Link:
+    """What one process has open to the server."""
+
+    def __init__(self, url: str, token: str | None, options: ClientOptions) -> None:
+        self.connection = Connection(url, token, options)
+        self.puts = Puts(self.connection)
+        self.commits = Commits(self.connection)
+
+    def close(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        self.puts.close(timeout_s)
+        self.commits.close(until - time.monotonic())
+        self.connection.renew()
+
+
+class FlightBackend:
+    """Implements ``Backend`` over Arrow Flight. Thread-safe; a forked child connects anew.
+
+    Args:
+        url: ``grpc://HOST:PORT``, ``grpc+tls://...`` or ``grpc+unix://...``.
+        token: bearer token, sent with every call.
+        options: bounds and deadlines.
+
+    Raises:
+        InvalidInput: the URL.
+        Unreachable: nobody answers there within ``connect_s``.
+    """
+
+    def __init__(self, url: str, token: str | None = None, options: ClientOptions | None = None) -> None:
+        self._url = check_url(url)
+        self._token = token
+        self._options = options or ClientOptions()
+        self._links: dict[int, Link] = {}
+        self._closed = False
+        self._link().connection.ensure()
+        # gRPC does not live through a fork: it has to be gone from the parent at that moment.
+        os.register_at_fork(before=_let_go_hook(weakref.ref(self)))
+        weakref.finalize(self, _close_link, self._links, EXIT_S)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def puts_in_background(self) -> bool:
+        return True
+
+    def shard(self) -> int:
+        return 0
+
+    def counters(self) -> dict[str, int]:
+        """What this client counts: puts that waited for room, bytes in flight now."""
+        puts = self._link().puts
+        return {"put_waits": puts.waits, "put_in_flight_bytes": puts.in_flight_bytes}
+
+    def execute(self, command: Command) -> Reply:
+        """Answer one command: a call with a deadline, and one retry with the same request id."""
+        if isinstance(command, Claim) and command.wait_s > self._options.wait_piece_s:
+            return self._wait_for_claim(command)
+        if isinstance(command, RunQuery):
+            return self._query(command)
+        return self._ask(command)
+
+    def commit(self, step: StepCommit) -> StepResult:
+        result = self._link().commits.commit(step)
+        result.check()
+        return result
+
+    def put(self, field: Field, chunks: Sequence[Chunk]) -> PutHandle:
+        return self._link().puts.put(field, chunks)
+
+    def read(self, request: Read) -> Iterator[Rows]:
+        return read(self._link().connection, request)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        _close_link(self._links, CLOSE_S)
+
+    def _ask(self, command: Command) -> Reply:
+        connection = self._link().connection
+        deadline_s = self._options.action_s + (command.wait_s if isinstance(command, Claim) else 0.0)
+        body = command.model_dump_json().encode()
+        raw = connection.retrying(lambda: connection.action(command.verb, body, deadline_s))
+        return unpack_reply(command, raw)
+
+    def _wait_for_claim(self, command: Claim) -> Reply:
+        """A long wait in pieces. Their request ids follow from the first: a retry walks the same ones."""
+        until = time.monotonic() + command.wait_s
+        number = 0
+        while True:
+            wait_s = min(max(until - time.monotonic(), 0.0), self._options.wait_piece_s)
+            request_id = _numbered(command.request_id, number)
+            reply = self._ask(command.model_copy(update={"wait_s": wait_s, "request_id": request_id}))
+            if not isinstance(reply.body, ClaimInfo) or reply.body.segments or time.monotonic() >= until:
+                return reply
+            number += 1
+
+    def _query(self, command: RunQuery) -> Reply:
+        """SQL as a stream: an answer may be larger than one message."""
+        connection = self._link().connection
+        ticket = SqlTicket(query=command.query, run=command.run).model_dump_json().encode()
+        deadline_s = self._options.action_s
+
+        def call() -> bytes:
+            reader = connection.get(ticket, deadline_s, command.verb)
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, connection.schema(reader, command.verb, deadline_s)) as writer:
+                for batch in connection.batches(reader, command.verb, deadline_s):
+                    writer.write_batch(batch)
+            return bytes(sink.getvalue())
+
+        return Reply(body=Empty(), blobs=[connection.retrying(call)])
+
+    def _link(self) -> Link:
+        if self._closed:
+            raise Conflict(f"store {self._url!r} was closed")
+        pid = os.getpid()
+        link = self._links.get(pid)
+        if link is None:
+            # setdefault is atomic: threads of one process agree on one link. A parent's stays untouched.
+            link = self._links.setdefault(pid, Link(self._url, self._token, self._options))
+        return link
+
+    def let_go(self) -> None:
+        """Before a fork: end idle streams and the connection; calls under way are left to end."""
+        until = time.monotonic() + self._options.fork_wait_s
+        if not _grpc_runs():
+            return
+        link = self._links.pop(os.getpid(), None)
+        if link is not None:
+            link.puts.finish(self._options.fork_wait_s / 2)
+            link.commits.finish(until - time.monotonic())
+            link.connection.renew()
+            del link
+            # Errors that are still around may hold the connection in a cycle.
+            gc.collect()
+        while _grpc_runs() and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(FORK_SETTLE_S)
+
+
+def _close_link(links: dict[int, Link], timeout_s: float) -> None:
+    """Close what this process opened; a parent's links are the parent's."""
+    link = links.pop(os.getpid(), None)
+    if link is not None:
+        link.close(timeout_s)
+
+
+def _let_go_hook(backend: weakref.ref[FlightBackend]) -> Callable[[], None]:
+    def before() -> None:
+        alive = backend()
+        if alive is not None:
+            alive.let_go()
+
+    return before
+
+
+def _grpc_runs() -> bool:
+    """Whether gRPC's own threads run in this process (known on Linux alone)."""
+    for name in Path("/proc/self/task").glob("*/comm"):
+        try:
+            if name.read_text().strip() == GRPC_THREAD:
+                return True
+        except OSError:
+            # The thread ended meanwhile.
+            continue
+    return False
+
+
+def _numbered(request_id: str, number: int) -> str:
+    if not number:
+        return request_id
+    return hashlib.blake2b(f"{request_id}:{number}".encode(), digest_size=16).hexdigest()

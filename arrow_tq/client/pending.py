@@ -1,0 +1,91 @@
+"""A put under way: who waits for it, and how much room all puts together take."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from arrow_tq_schemas.chunks import Chunk
+from arrow_tq_schemas.errors import ArrowTQError, DeadlineExceeded, from_wire
+from arrow_tq_schemas.fields import Field
+
+
+class PendingPut:
+    """Implements ``PutHandle`` for chunks that travel."""
+
+    def __init__(self, chunks: int) -> None:
+        self._changed = threading.Condition()
+        self._left = chunks
+        self._error: ArrowTQError | None = None
+
+    def settle(self, error: ArrowTQError | None) -> None:
+        """One chunk is stored, or failed."""
+        with self._changed:
+            self._left -= 1
+            if self._error is None:
+                self._error = error
+            if not self._left:
+                self._changed.notify_all()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when every chunk is stored; raise the first error once all are settled."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._left == 0, timeout_s):
+                raise DeadlineExceeded(f"put: {self._left} chunks were not stored within {timeout_s:g} s")
+            if self._error is not None:
+                # A copy: one exception object raised by several waiters would grow a traceback of all.
+                raise from_wire(self._error.to_wire())
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One chunk on its way."""
+
+    field: Field
+    chunk: Chunk
+    handle: PendingPut
+    resent: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunk.nbytes
+
+
+class Room:
+    """Payload bytes that may be in flight at once."""
+
+    def __init__(self, bytes_max: int, wait_s: float) -> None:
+        self._changed = threading.Condition()
+        self._bytes_max = bytes_max
+        self._wait_s = wait_s
+        self._used = 0
+        self.waits = 0
+
+    def take(self, size: int) -> None:
+        """Wait for room; a chunk larger than all of it goes alone.
+
+        Raises:
+            DeadlineExceeded: no room became free in ``put_room_s``.
+        """
+        with self._changed:
+            if not self._fits(size):
+                self.waits += 1
+                if not self._changed.wait_for(lambda: self._fits(size), self._wait_s):
+                    raise DeadlineExceeded(
+                        f"put of {size} bytes: {self._used} bytes of put_inflight_bytes_max="
+                        f"{self._bytes_max} "
+                        f"were in flight for {self._wait_s:g} s"
+                    )
+            self._used += size
+
+    def give(self, size: int) -> None:
+        with self._changed:
+            self._used -= size
+            self._changed.notify_all()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used
+
+    def _fits(self, size: int) -> bool:
+        return self._used == 0 or self._used + size <= self._bytes_max

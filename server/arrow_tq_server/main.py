@@ -1,0 +1,62 @@
+"""``arrow-tq serve``, and ``python -m arrow_tq_server``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from arrow_tq_schemas.errors import ArrowTQError, InvalidInput
+from arrow_tq_server.config import load
+from arrow_tq_server.process import run
+
+
+def serve(
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Directory on disk: catalog and durable chunks.")
+    ] = None,
+    memory_dir: Annotated[Path | None, typer.Option(help="Directory in memory for other chunks.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Flight port; 0 picks a free one.")] = None,
+    http_port: Annotated[int | None, typer.Option(help="Port of /livez, /readyz and /metrics.")] = None,
+    capacity_bytes: Annotated[int | None, typer.Option(help="Payload bytes at most.")] = None,
+    role: Annotated[str | None, typer.Option(help="What this server does of a store: all.")] = None,
+    join: Annotated[str | None, typer.Option(help="URL of a cluster to join.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with any of the settings.")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="Any further setting, as NAME=VALUE; may be repeated.")
+    ] = None,
+) -> None:
+    """Serve a store over Arrow Flight until SIGTERM."""
+    flags: dict[str, object] = {
+        "data_dir": data_dir,
+        "memory_dir": memory_dir,
+        "host": host,
+        "port": port,
+        "http_port": http_port,
+        "capacity_bytes": capacity_bytes,
+        "role": role,
+        "join": join,
+        "log_level": log_level,
+    }
+    try:
+        for item in setting or ():
+            name, equals, value = item.partition("=")
+            if not equals:
+                raise InvalidInput(f"--set {item!r}: expected NAME=VALUE")
+            flags[name] = value
+        loaded = load(flags, config)
+    except ArrowTQError as error:
+        sys.stderr.write(f"arrow-tq serve: {error.code}: {error.message}\n")
+        raise typer.Exit(2) from None
+    code = run(loaded)
+    if code:
+        raise typer.Exit(code)
+
+
+def main() -> None:
+    """The command line of ``python -m arrow_tq_server``."""
+    typer.run(serve)

@@ -1,0 +1,212 @@
+"""The life of a server process: open, serve, drain, leave."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import structlog
+from structlog.tracebacks import ExceptionDictTransformer
+
+from arrow_tq.sql import SqlLimits
+from arrow_tq.store import Engine, EngineConfig
+from arrow_tq_schemas.errors import ArrowTQError, Unavailable
+from arrow_tq_server.budgets import Activity
+from arrow_tq_server.config import ServerConfig
+from arrow_tq_server.http import HttpPort
+from arrow_tq_server.memory import default_memory_dir, sweep
+from arrow_tq_server.metrics import Metrics
+from arrow_tq_server.ports import Ports
+from arrow_tq_server.service import Service
+
+NOTE_NAME = "server.json"
+CLOSE_S = 30.0
+"""How long the engine may take to close after draining, before the process ends without it."""
+
+
+@dataclass(slots=True)
+class ServerProcess:
+    """One server of one data directory, from start to exit."""
+
+    config: ServerConfig
+    ports: Ports
+    engine: Engine
+    activity: Activity
+    metrics: Metrics
+    http: HttpPort
+
+    @classmethod
+    def open(cls, config: ServerConfig) -> ServerProcess:
+        """Take the ports and open the store; the HTTP port answers meanwhile.
+
+        Raises:
+            StoreInUse: another process has the data directory; names its pid and URL.
+            Unavailable: a port is taken.
+        """
+        try:
+            ports = Ports.take(config)
+        except Unavailable:
+            # The same command started twice: that the store is in use is the better news.
+            Engine(_engine_config(config, None)).close()
+            raise
+        activity, metrics = Activity(), Metrics()
+        http = HttpPort(ports.http, metrics, activity)
+        http.start()
+        warm_up()
+        engine = Engine(_engine_config(config, ports))
+        metrics.watch(engine.stats)
+        return cls(config, ports, engine, activity, metrics, http)
+
+    def serve(self) -> None:
+        """Serve until SIGTERM or SIGINT, drain, and end the process with exit code 0."""
+        stop = _stop_signals()
+        service = self._service()
+        self.http.ready()
+        self._announce()
+        os.read(stop, 1)
+        self._leave(service)
+
+    def _service(self) -> Service:
+        self.ports.let_go()
+        try:
+            return Service(
+                *(self.ports.location, self.engine, self.config, self.metrics, self.activity),
+                advertised_url=_advertised(self.config, self.ports),
+            )
+        except pa.ArrowException as error:
+            self.engine.close()
+            port, reason = self.ports.flight_port, str(error).partition("\n")[0]
+            raise Unavailable(f"port {port} on {self.config.host!r}: {reason}", port=port) from None
+
+    def _announce(self) -> None:
+        url, http_url = _advertised(self.config, self.ports), self.ports.http_url
+        note = {"url": url, "http_url": http_url, "pid": os.getpid()}
+        part = self._note.with_suffix(".part")
+        part.write_text(json.dumps(note))
+        part.replace(self._note)
+        sys.stdout.write(f"arrow-tq serving {url} {http_url} data={self.config.data_dir}\n")
+        sys.stdout.flush()
+
+    def _leave(self, service: Service) -> None:
+        log = structlog.get_logger("arrow_tq.server")
+        log.info("stopping", drain_s=self.config.drain_s)
+        left = self.activity.drain(self.config.drain_s)
+        if left:
+            log.warning("stopping with work unfinished", calls=left)
+        # shutdown() waits for the slowest reader without a bound, so nobody waits for shutdown().
+        threading.Thread(target=service.shutdown, daemon=True).start()
+        code = 0 if _within(CLOSE_S, self.engine.close, "arrow-tq-close") else 1
+        self._note.unlink(missing_ok=True)
+        self.http.stop()
+        log.info("stopped", exit_code=code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    @property
+    def _note(self) -> Path:
+        return self.config.data_dir / NOTE_NAME
+
+
+def run(config: ServerConfig) -> int:
+    """Serve; returns an exit code only where serving could not start."""
+    log_json(config.log_level)
+    # A backstop: what is sent to a client must never hold paths of this machine.
+    sys.tracebacklimit = 0
+    for directory in sweep():
+        structlog.get_logger("arrow_tq.server").info("memory directory swept", directory=str(directory))
+    try:
+        ServerProcess.open(config).serve()
+    except ArrowTQError as error:
+        sys.stderr.write(f"arrow-tq serve: {error.code}: {error.message}\n")
+        return 1
+    return 0
+
+
+def warm_up() -> None:
+    """Import now what the first claim would import while its lease runs: a third of a second of it."""
+    # pyarrow imports pandas, where it is installed, when it first sees Python values.
+    pa.array([0])
+    importlib.import_module("sqlglot.dialects.duckdb")
+
+
+def _engine_config(config: ServerConfig, ports: Ports | None) -> EngineConfig:
+    return EngineConfig(
+        data_dir=config.data_dir,
+        memory_dir=config.memory_dir or default_memory_dir(config.data_dir),
+        capacity_bytes=config.capacity_bytes,
+        soft_mark=config.soft_mark,
+        url=None if ports is None else _advertised(config, ports),
+        orphan_ttl_s=config.orphan_ttl_s,
+        sql=SqlLimits(
+            timeout_s=config.sql_timeout_s,
+            memory_bytes=config.sql_memory_bytes,
+            result_bytes_max=config.sql_result_bytes_max,
+            rows_max=config.sql_rows_max,
+        ),
+    )
+
+
+def _advertised(config: ServerConfig, ports: Ports) -> str:
+    return config.advertise_url or ports.url
+
+
+def _stop_signals() -> int:
+    """A descriptor that becomes readable at SIGTERM or SIGINT. A handler may do no more than write."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: _poke(writer))
+    return reader
+
+
+def _poke(writer: int) -> None:
+    try:
+        os.write(writer, b"x")
+    except BlockingIOError:
+        # Full of signals already: the stop is under way.
+        return
+
+
+def _within(timeout_s: float, call: Callable[[], None], name: str) -> bool:
+    """Run a call in a thread; whether it returned in time and without an error."""
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            call()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if failed:
+        structlog.get_logger("arrow_tq.server").error("close failed", exc_info=failed[0])
+    return not thread.is_alive() and not failed
+
+
+def log_json(level: str) -> None:
+    """Logs as JSON lines on standard error."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            # Not the standard formatter: sys.tracebacklimit, our backstop, would empty its tracebacks.
+            structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )

@@ -1,0 +1,36 @@
+"""What the server asks of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import pyarrow as pa
+
+from arrow_tq.backend import Backend
+from arrow_tq_schemas.chunks import ChunkHeader
+from arrow_tq_schemas.commands import StepCommit, StepResult
+from arrow_tq_schemas.fields import Field
+from arrow_tq_schemas.tickets import PutStream
+
+
+class ServedEngine(Backend, Protocol):
+    """A backend that also takes what comes from the network. ``arrow_tq.store.Engine`` is one."""
+
+    def field(self, run: str, name: str) -> Field:
+        """The declared field; raises ``NotFound``."""
+
+    def receive(self, stream: PutStream, header: ChunkHeader, batch: pa.RecordBatch) -> None:
+        """Validate all of a chunk and store it; nothing is stored when this raises."""
+
+    def sync(self, run: str) -> None:
+        """Return when what was put before is as durable as the run declares."""
+
+    def commit_many(self, steps: Sequence[StepCommit]) -> list[StepResult]:
+        """Commit each step by itself; errors are in the results."""
+
+    def query(self, query: str, run: str | None) -> pa.Table:
+        """SQL over the metadata."""
+
+    def stats(self) -> dict[str, float]:
+        """Statistics by name, labels in braces as Prometheus writes them."""

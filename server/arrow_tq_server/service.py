@@ -1,0 +1,139 @@
+"""The Flight service: one method a verb, each a few lines around the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from arrow_tq_schemas.commands import COMMANDS, Claim, pack_reply, parse_command
+from arrow_tq_schemas.errors import InvalidInput
+from arrow_tq_schemas.tickets import CommitStream, SegmentTicket, SpanTicket, Ticket, parse_put, parse_ticket
+from arrow_tq_server.budgets import Activity, Budgets
+from arrow_tq_server.config import ServerConfig
+from arrow_tq_server.errors import answering
+from arrow_tq_server.gets import span_answer
+from arrow_tq_server.listing import Listing
+from arrow_tq_server.metrics import Metrics
+from arrow_tq_server.puts import ChunkStream, take_commits
+from arrow_tq_server.segments import segment_answer
+from arrow_tq_server.served import ServedEngine
+
+
+class Service(flight.FlightServerBase):  # type: ignore[misc]
+    """Arrow Flight in front of an engine. One a process: pyarrow never frees it."""
+
+    def __init__(
+        self,
+        location: str,
+        engine: ServedEngine,
+        config: ServerConfig,
+        metrics: Metrics,
+        activity: Activity,
+        advertised_url: str,
+    ) -> None:
+        # The parent starts to serve while it is made: everything a handler needs comes first.
+        self._engine = engine
+        self._config = config
+        self._metrics = metrics
+        self._activity = activity
+        self._budgets = Budgets(config, metrics)
+        self._listing = Listing(engine, advertised_url, config.segments_max)
+        super().__init__(location)
+
+    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[flight.Result]:
+        """One command, one result."""
+        with answering(action.type, self._metrics):
+            command = parse_command(action.type, action.body.to_pybytes())
+            waits = isinstance(command, Claim) and command.wait_s > 0
+            budget = self._budgets.waiting_claims if waits else self._budgets.actions
+            held = self._activity.waiting() if waits else self._activity.work()
+            with held, budget.place(), self._metrics.action_s.labels(command.verb).time():
+                answer = pack_reply(self._engine.execute(command))
+            if len(answer) > self._config.message_bytes_max:
+                raise InvalidInput(
+                    f"{command.verb}: a reply of {len(answer)} bytes, message_bytes_max is "
+                    f"{self._config.message_bytes_max}: ask for less at a time"
+                )
+            return [flight.Result(pa.py_buffer(answer))]
+
+    def list_actions(self, context: flight.ServerCallContext) -> list[tuple[str, str]]:
+        """Every command by its verb."""
+        return [(verb, (kind.__doc__ or verb).strip().splitlines()[0]) for verb, kind in COMMANDS.items()]
+
+    def do_put(
+        self,
+        context: flight.ServerCallContext,
+        descriptor: flight.FlightDescriptor,
+        reader: flight.MetadataRecordBatchReader,
+        writer: flight.FlightMetadataWriter,
+    ) -> None:
+        """A stream of one field's chunks, or of step commits."""
+        with answering("put", self._metrics):
+            asked = parse_put(descriptor.command or b"")
+            with self._budgets.put_streams.place():
+                if isinstance(asked, CommitStream):
+                    take_commits(self._engine, self._metrics, self._activity, reader, writer)
+                    return
+                stream = ChunkStream(
+                    *(self._engine, self._config, self._metrics, self._activity), asked, reader, writer
+                )
+                stream.run()
+
+    def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
+        """The rows of a ticket.
+
+        A ``GeneratorStream``: it is as fast as a ``RecordBatchStream`` at messages of this size, and alone
+        carries an error's details when one comes up in mid-stream.
+        """
+        with answering("get", self._metrics):
+            schema, batches = self._answer(parse_ticket(ticket.ticket))
+            return flight.GeneratorStream(schema, self._guarded(batches))
+
+    def get_flight_info(
+        self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
+    ) -> flight.FlightInfo:
+        """Where and how to read some segments' rows of a field."""
+        with answering("get_flight_info", self._metrics), self._describing():
+            return self._listing.info(descriptor)
+
+    def get_schema(
+        self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
+    ) -> flight.SchemaResult:
+        """What such rows look like."""
+        with answering("get_schema", self._metrics), self._describing():
+            return flight.SchemaResult(self._listing.schema(descriptor))
+
+    def list_flights(self, context: flight.ServerCallContext, criteria: bytes) -> list[flight.FlightInfo]:
+        """Runs and their finalized segments."""
+        with answering("list_flights", self._metrics), self._describing():
+            return list(self._listing.flights(criteria))
+
+    def _answer(self, ticket: Ticket) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        if isinstance(ticket, SpanTicket):
+            return span_answer(self._engine, ticket, self._config.get_message_bytes)
+        if isinstance(ticket, SegmentTicket):
+            if len(ticket.segment_ids) > self._config.segments_max:
+                limit = self._config.segments_max
+                raise InvalidInput(f"ticket of {len(ticket.segment_ids)} segments: segments_max is {limit}")
+            return segment_answer(self._engine, ticket, self._config.get_message_bytes)
+        with self._activity.work(), self._budgets.actions.place():
+            table = self._engine.query(ticket.query, ticket.run)
+        row_bytes = table.nbytes // max(table.num_rows, 1) + 1
+        rows_a_message = max(self._config.get_message_bytes // row_bytes, 1)
+        return table.schema, iter(table.to_batches(rows_a_message))
+
+    def _guarded(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Hold a place from the first message to the last; a client that leaves closes the generator."""
+        began = time.perf_counter()
+        with answering("get", self._metrics), self._activity.work(), self._budgets.gets.place():
+            for batch in batches:
+                self._metrics.get_bytes.inc(batch.get_total_buffer_size())
+                yield batch
+            self._metrics.get_s.observe(time.perf_counter() - began)
+
+    def _describing(self) -> AbstractContextManager[None]:
+        return self._budgets.actions.place()
