@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from arrow_tq.store.shard import Shard, ShardConfig
+from arrow_tq.store.shard import Shard
+from arrow_tq.store.shard_config import ShardConfig
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader, checksum
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId, IdFactory
@@ -17,7 +18,8 @@ IDS = IdFactory()
 
 def config(folder: Path, capacity_bytes: int = 1 << 30, **changes: float) -> ShardConfig:
     """A shard under ``folder``."""
-    return ShardConfig(folder / "data", folder / "memory", capacity_bytes, **changes)  # type: ignore[arg-type]
+    settings = {"recycle_bytes": 0, **changes}
+    return ShardConfig(folder / "data", folder / "memory", capacity_bytes, **settings)  # type: ignore[arg-type]
 
 
 def chunk_of(

@@ -17,7 +17,8 @@ from arrow_tq.store.directory import Directory
 from arrow_tq.store.reading import Reader
 from arrow_tq.store.receiving import receive
 from arrow_tq.store.rewrites import Rewrites
-from arrow_tq.store.shard import Shard, ShardConfig
+from arrow_tq.store.shard import Shard
+from arrow_tq.store.shard_config import ShardConfig
 from arrow_tq.store.upkeep import Upkeep
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader
 from arrow_tq_schemas.commands import (
@@ -192,6 +193,7 @@ class Engine:
             "capacity_bytes": usage.capacity_bytes,
             "used_bytes": usage.used_bytes,
             "zombie_bytes": usage.zombie_bytes,
+            "recycled_bytes": usage.recycled_bytes,
             "extents": usage.extents,
             "chunks": usage.chunks,
             "corrupt_chunks_total": usage.corrupt_chunks,

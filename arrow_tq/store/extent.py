@@ -76,7 +76,11 @@ class Extent:
         cls, key: ExtentKey, number: int, path: Path, schema: pa.Schema, size_bytes: int, space: Space
     ) -> Extent:
         """A new live extent, still without blocks."""
-        file = MappedFile.create(path, size_bytes, space)
+        return cls.over(key, number, MappedFile.create(path, size_bytes, space), schema)
+
+    @classmethod
+    def over(cls, key: ExtentKey, number: int, file: MappedFile, schema: pa.Schema) -> Extent:
+        """A new live extent in a file that has blocks already."""
         return cls._of(key, number, file, schema)
 
     @classmethod

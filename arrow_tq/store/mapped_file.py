@@ -145,18 +145,44 @@ class MappedFile:
         """Close the descriptor, and with it the lock; the mapping lives as long as its views."""
         os.close(self._descriptor)
 
-    def try_reclaim(self) -> bool:
-        """After unlinking: whether nobody maps it any more. Then its bytes are given back."""
+    def nobody_maps(self) -> bool:
+        """Once its name is gone from where readers look: whether nobody maps it any more.
+
+        Our own mapping is closed where no view of it is left; other processes' are seen by their lock.
+        """
         if not self.unmap():
             return False
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        return True
+
+    def delete(self) -> None:
+        """Remove it, and give its bytes back. Nobody may map it."""
+        self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._space.give_back(self.allocated_bytes)
         self.allocated_bytes = 0
-        return True
+
+    def move(self, path: Path) -> None:
+        """Give it another name on the same filesystem; mappings go on."""
+        self.path.rename(path)
+        self.path = path
+
+    def reuse(self, path: Path, size_bytes: int) -> None:
+        """Make it a new file of that name and size over the blocks it has. Nobody may map it.
+
+        Its first page is zeroed, so that it is no extent until something is written; what else is left in
+        it lies past every published range and is overwritten in order.
+        """
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+        os.pwrite(self._descriptor, bytes(PAGE), 0)
+        os.ftruncate(self._descriptor, size_bytes)
+        self.map = mmap.mmap(self._descriptor, size_bytes)
+        self.size_bytes = size_bytes
+        self._populated_bytes = 0
+        self.move(path)
 
     def _allocate(self, target: int) -> None:
         more = target - self.allocated_bytes

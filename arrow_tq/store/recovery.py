@@ -106,9 +106,9 @@ class Recovery:
 
     def _delete(self, file: MappedFile, side: Path) -> None:
         self._log.warning("extent without a whole chunk deleted", path=str(file.path))
-        file.path.unlink()
         side.unlink(missing_ok=True)
-        file.try_reclaim()
+        file.unmap()
+        file.delete()
 
     def _sweep_sidecars(self, tier: Tier, expected: set[Path]) -> None:
         folder = self._roots.data_dir / "sidecars" / tier

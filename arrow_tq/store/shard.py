@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field as slot
-from pathlib import Path
 from typing import Literal
 
 from arrow_tq.logs import logger
@@ -15,56 +14,17 @@ from arrow_tq.store import sidecar
 from arrow_tq.store.extent import Entry, Extent
 from arrow_tq.store.extent_key import ExtentKey, Roots, Tier, sync_folders
 from arrow_tq.store.group_sync import GroupSync
-from arrow_tq.store.mapped_file import MappedFile
 from arrow_tq.store.populate import Populator
 from arrow_tq.store.recovery import Recovery, RecoveryReport
+from arrow_tq.store.recycling import Recycling
+from arrow_tq.store.shard_config import ShardConfig, ShardUsage
 from arrow_tq.store.space import Space
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader, verify
-from arrow_tq_schemas.errors import Conflict, StoreInUse
+from arrow_tq_schemas.errors import Conflict, StoreFull, StoreInUse
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
 
 Durability = Literal["process", "disk"]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardConfig:
-    """Where a shard lives and what it may use.
-
-    Args:
-        data_dir: sidecars, and the extents of disk-durable runs.
-        memory_dir: extents of the other runs.
-        capacity_bytes: allocated bytes at most, both tiers together.
-        number: the shard's number, 0 to 4095.
-        extent_bytes: size at which an extent is full; a larger chunk gets one of its own.
-        grow_bytes: smallest step of allocation.
-        ahead_bytes: how much memory is made ready ahead of a busy writer.
-        seal_idle_s: a live extent whose chunks are all dropped is sealed after so long without an append.
-    """
-
-    data_dir: Path
-    memory_dir: Path
-    capacity_bytes: int
-    number: int = 0
-    extent_bytes: int = 256 << 20
-    grow_bytes: int = 4 << 20
-    ahead_bytes: int = 64 << 20
-    seal_idle_s: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ShardUsage:
-    """A shard's bytes and counts."""
-
-    used_bytes: int
-    capacity_bytes: int
-    zombie_bytes: int
-    """Of unlinked extents that somebody still maps."""
-    extents: int
-    chunks: int
-    corrupt_chunks: int
-    """Chunks found damaged since start."""
-    by_run_and_tier: dict[tuple[str, str], int]
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +58,11 @@ class Shard:
         self._extents: set[Extent] = set()
         self._retired: list[Extent] = []
         """Without chunks: to be unlinked by upkeep."""
-        self._zombies: list[MappedFile] = []
+        self._zombies: list[Extent] = []
+        self._recycling = Recycling(
+            config.memory_dir / "recycled", config.recycle_bytes, config.recycle_idle_s
+        )
+        self._reclaiming = threading.Lock()
         self._corrupt = 0
         self._log = logger("arrow_tq.shard")
         self.recovery = self._recover()
@@ -210,6 +174,14 @@ class Shard:
                 self._forget(chunk_id)
             return len(free)
 
+    def keep_unpinned(self, ids: Iterable[ChunkId]) -> int:
+        """As if those that no step attached were put just now; gives how many that were."""
+        now = time.monotonic()
+        with self._lock:
+            kept = [chunk_id for chunk_id in ids if chunk_id in self._unpinned]
+            self._unpinned.update(dict.fromkeys(kept, now))
+            return len(kept)
+
     def orphans(self, older_than_s: float) -> list[ChunkId]:
         """Chunks that were put longer ago than that and are attached to nothing."""
         before = time.monotonic() - older_than_s
@@ -224,30 +196,22 @@ class Shard:
             for extent in self._extents:
                 place = (extent.key.run, extent.key.tier)
                 by_run[place] = by_run.get(place, 0) + extent.file.allocated_bytes
-            zombie_bytes = sum(file.allocated_bytes for file in self._zombies)
+            zombie_bytes = sum(extent.file.allocated_bytes for extent in self._zombies)
+            recycled_bytes = self._recycling.kept_bytes
+            used_bytes = self._space.used_bytes - recycled_bytes
             return ShardUsage(
-                self._space.used_bytes, self._space.capacity_bytes, zombie_bytes, len(self._extents),
+                used_bytes, self._space.capacity_bytes, recycled_bytes, zombie_bytes, len(self._extents),
                 len(self._index), self._corrupt, by_run,
             )  # fmt: skip
 
     def maintain(self) -> None:
         """Unlink extents without chunks, give back what nobody maps any more, make memory ready ahead."""
-        self._retire_idle()
+        self._retire_idle(self.config.seal_idle_s)
         for stream in list(self._streams.values()):
             if stream.live is not None:
                 self._populator.top_up(stream.live)
-        with self._lock:
-            retired, self._retired = self._retired, []
-            self._extents.difference_update(retired)
-        for extent in retired:
-            extent.file.path.unlink()
-            self._roots.sidecar(extent.key, extent.number).unlink(missing_ok=True)
-        with self._lock:
-            self._zombies.extend(extent.file for extent in retired)
-            zombies = list(self._zombies)
-        gone = [file for file in zombies if file.try_reclaim()]
-        with self._lock:
-            self._zombies = [file for file in self._zombies if file not in gone]
+        self._unlink_retired()
+        self._recycling.expire()
 
     def close(self) -> None:
         """Seal every extent with its sidecar and let go of the mappings."""
@@ -258,6 +222,9 @@ class Shard:
                 self._seal(extent, self._entries(extent))
             extent.file.unmap()
             extent.file.close()
+        for extent in self._zombies:
+            extent.file.path.unlink(missing_ok=True)
+        self._recycling.clear()
         self._index.clear()
         self._extents.clear()
 
@@ -307,8 +274,14 @@ class Shard:
         if extent is None:
             extent = self._create(stream, key, field, max(self.config.extent_bytes, needed))
             stream.live = extent
+        step = min(self.config.grow_bytes, extent.file.size_bytes)
         try:
-            extent.file.grow(extent.used_bytes + needed, min(self.config.grow_bytes, extent.file.size_bytes))
+            try:
+                extent.file.grow(extent.used_bytes + needed, step)
+            except StoreFull:
+                if not self._make_room():
+                    raise
+                extent.file.grow(extent.used_bytes + needed, step)
         except BaseException:
             if not extent.used_bytes:
                 self._abandon(stream, extent)
@@ -319,7 +292,12 @@ class Shard:
         path = self._roots.extent(key, stream.next_number)
         path.parent.mkdir(parents=True, exist_ok=True)
         schema = field.arrow_schema(key.group)
-        extent = Extent.create(key, stream.next_number, path, schema, size_bytes, self._space)
+        recycled = self._recycling.take(key.run, path, size_bytes) if key.tier == "memory" else None
+        if recycled is not None:
+            extent = Extent.over(key, stream.next_number, recycled, schema)
+            self._populator.prepare(extent)
+        else:
+            extent = Extent.create(key, stream.next_number, path, schema, size_bytes, self._space)
         if key.tier == "disk":
             sync_folders(path.parent, self._roots.extents("disk"))
         stream.next_number += 1
@@ -344,10 +322,9 @@ class Shard:
         extent.sealed = True
         with self._lock:
             self._extents.discard(extent)
-        extent.file.path.unlink()
-        if not extent.file.try_reclaim():
-            with self._lock:
-                self._zombies.append(extent.file)
+        # Nothing was written, so nobody has a view of it.
+        extent.file.unmap()
+        extent.file.delete()
 
     def _finish(self, stream: _Stream) -> None:
         """Seal the stream's live extent; the stream's lock is held."""
@@ -383,18 +360,55 @@ class Shard:
         if entry.extent.chunks == 0 and entry.extent.sealed:
             self._retired.append(entry.extent)
 
-    def _retire_idle(self) -> None:
+    def _unlink_retired(self) -> None:
+        """Take names away from extents without chunks, and reclaim those that nobody maps any more."""
+        with self._lock:
+            retired, self._retired = self._retired, []
+            self._extents.difference_update(retired)
+            self._zombies.extend(retired)
+        for extent in retired:
+            self._roots.sidecar(extent.key, extent.number).unlink(missing_ok=True)
+            if extent.key.tier == "memory":
+                self._recycling.put_aside(extent.file)
+            else:
+                extent.file.path.unlink()
+        with self._reclaiming:
+            with self._lock:
+                zombies = list(self._zombies)
+            gone = [extent for extent in zombies if extent.file.nobody_maps()]
+            for extent in gone:
+                if extent.key.tier == "memory":
+                    self._recycling.offer(extent.key.run, extent.file)
+                else:
+                    extent.file.delete()
+            with self._lock:
+                self._zombies = [extent for extent in self._zombies if extent not in gone]
+
+    def _retire_idle(self, idle_s: float) -> None:
         """Seal live extents that hold nothing and were not written to for a while."""
-        before = time.monotonic() - self.config.seal_idle_s
+        before = time.monotonic() - idle_s
         for stream in list(self._streams.values()):
             extent = stream.live
             if extent is None or extent.chunks or extent.appended_at > before:
                 continue
-            with stream.lock:
+            # Never waiting for a lock: the caller may hold another stream's.
+            if not stream.lock.acquire(blocking=False):
+                continue
+            try:
                 if stream.live is extent and extent.chunks == 0 and extent.appended_at <= before:
                     self._finish(stream)
                     if stream.spare is not None:
                         self._abandon(stream, stream.spare)
+            finally:
+                stream.lock.release()
+
+    def _make_room(self) -> bool:
+        """Give back what is allocated and holds nothing; whether that was anything."""
+        before = self._space.used_bytes
+        self._retire_idle(0.0)
+        self._unlink_retired()
+        self._recycling.clear()
+        return self._space.used_bytes < before
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():

@@ -214,3 +214,49 @@ def test_many_writers_and_readers_at_once(tmp_path: Path) -> None:
         assert all(reader.result() > 0 for reader in readers)
     assert shard.usage().chunks == 240
     shard.close()
+
+
+def test_released_memory_is_used_again_and_never_read_as_before(tmp_path: Path) -> None:
+    shard = Shard(config(tmp_path, seal_idle_s=0.0, recycle_bytes=64 << 20, recycle_idle_s=60.0))
+    old = [random_chunk(EXPERTS, 1000, seed) for seed in range(30)]
+    for chunk in old:
+        shard.put(EXPERTS, chunk, "process")
+    view = shard.get(old[3].header.chunk_id)
+    shard.drop([chunk.header.chunk_id for chunk in old])
+    shard.maintain()
+    assert shard.usage().recycled_bytes == 0, "somebody still looks at it"
+    assert equal(view, old[3])
+    del view
+    shard.maintain()
+    kept = shard.usage().recycled_bytes
+    assert kept > 900_000
+    assert shard.usage().used_bytes == 0
+    other = random_chunk(EXPERTS, 1000, 99, run="other")
+    shard.put(EXPERTS, other, "process")
+    assert shard.usage().recycled_bytes == kept, "only the run that it was of may have it"
+    new = [random_chunk(TOKENS, 100, 50), random_chunk(TOKENS, 10, 51)]
+    for chunk in new:
+        shard.put(TOKENS, chunk, "process")
+    assert shard.usage().recycled_bytes == 0
+    assert all(equal(shard.get(chunk.header.chunk_id), chunk) for chunk in new)
+    # What is left of the old chunks in that file is not found after a crash either.
+    again = reopen_after_crash(shard)
+    assert sorted(again.ids()) == sorted(chunk.header.chunk_id for chunk in [other, *new])
+    assert all(equal(again.get(chunk.header.chunk_id), chunk) for chunk in [other, *new])
+    again.close()
+
+
+def test_recycled_memory_makes_room_when_it_is_needed(tmp_path: Path) -> None:
+    shard = Shard(
+        config(tmp_path, capacity_bytes=4 << 20, grow_bytes=1 << 16, seal_idle_s=0.0, recycle_bytes=4 << 20)
+    )
+    chunk = random_chunk(EXPERTS, 60_000, 1)
+    shard.put(EXPERTS, chunk, "process")
+    shard.drop([chunk.header.chunk_id])
+    shard.maintain()
+    assert shard.usage().recycled_bytes > 1 << 20
+    other = random_chunk(EXPERTS, 100_000, 2, run="other")
+    assert shard.put(EXPERTS, other, "process")
+    assert equal(shard.get(other.header.chunk_id), other)
+    assert shard.usage().recycled_bytes == 0
+    shard.close()

@@ -1,0 +1,54 @@
+"""Settings and figures of a shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class ShardConfig:
+    """Where a shard lives and what it may use.
+
+    Args:
+        data_dir: sidecars, and the extents of disk-durable runs.
+        memory_dir: extents of the other runs.
+        capacity_bytes: allocated bytes at most, both tiers together.
+        number: the shard's number, 0 to 4095.
+        extent_bytes: size at which an extent is full; a larger chunk gets one of its own.
+        grow_bytes: smallest step of allocation.
+        ahead_bytes: how much memory is made ready ahead of a busy writer.
+        recycle_bytes: memory of released extents kept for new ones of the same run.
+        recycle_idle_s: such memory that nobody wanted for so long is given back.
+        seal_idle_s: a live extent whose chunks are all dropped is sealed after so long without an append, or
+            at once where its memory is needed.
+    """
+
+    data_dir: Path
+    memory_dir: Path
+    capacity_bytes: int
+    number: int = 0
+    extent_bytes: int = 256 << 20
+    grow_bytes: int = 4 << 20
+    ahead_bytes: int = 64 << 20
+    seal_idle_s: float = 15.0
+    recycle_bytes: int = 512 << 20
+    recycle_idle_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardUsage:
+    """A shard's bytes and counts."""
+
+    used_bytes: int
+    """Allocated, what is kept for new extents not counted: that makes room when it is needed."""
+    capacity_bytes: int
+    recycled_bytes: int
+    """Of released extents, kept for new ones."""
+    zombie_bytes: int
+    """Of unlinked extents that somebody still maps."""
+    extents: int
+    chunks: int
+    corrupt_chunks: int
+    """Chunks found damaged since start."""
+    by_run_and_tier: dict[tuple[str, str], int]
