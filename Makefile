@@ -17,10 +17,10 @@ demo: $(READY)
 	$(BIN)/arrow-tq demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 0
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

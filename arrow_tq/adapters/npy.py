@@ -34,7 +34,8 @@ def rows_of(text: Base64Text, item: Item) -> EncodedRows:
     if descr not in _DTYPES or found["fortran"] == b"True":
         order = "Fortran" if found["fortran"] == b"True" else "C"
         raise MalformedMessage(
-            f"{text.place}: a .npy of {descr!r} in {order} order, expected one of {', '.join(_DTYPES)} in C order"
+            f"{text.place}: a .npy of {descr!r} in {order} order, expected C order and one of "
+            f"{', '.join(_DTYPES)}"
         )
     if len(shape) != 3 or shape[1:] != item:
         raise MalformedMessage(
@@ -44,10 +45,10 @@ def rows_of(text: Base64Text, item: Item) -> EncodedRows:
             topk=item[1],
         )
     dtype = np.dtype(descr)
-    if text.nbytes - offset != math.prod(shape) * dtype.itemsize:
+    size, came = math.prod(shape) * dtype.itemsize, text.nbytes - offset
+    if came != size:
         raise MalformedMessage(
-            f"{text.place}: a .npy of shape {list(shape)} and {dtype.name} is {math.prod(shape) * dtype.itemsize} "
-            f"bytes, got {text.nbytes - offset}"
+            f"{text.place}: a .npy of shape {list(shape)} and {dtype.name} has {size} bytes, got {came}"
         )
     return EncodedRows(text, item, dtype, shape[0], offset)
 

@@ -78,7 +78,7 @@ class EngineOutput:
     routed_experts: Rows | None
     """``[rows, layers, topk]``; None also where an abort came without."""
     indexer_topk: Rows | None
-    """``[rows, layers, topk]`` positions within the request, -1 pads; None also where an abort came without."""
+    """``[rows, layers, topk]`` positions within the request, -1 pads; None as above."""
     versions: tuple[VersionSpan, ...]
     """In order and without gaps over the completion; empty where the engine names none."""
     finish_reason: str | None

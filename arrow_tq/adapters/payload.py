@@ -130,7 +130,8 @@ class ArrayRows:
         )
         if not fits:
             raise MalformedMessage(
-                f"{place}: an array of shape {list(values.shape)}, expected [rows, {layers} layers, {topk} ids]",
+                f"{place}: an array of shape {list(values.shape)}, expected [rows, {layers} layers, "
+                f"{topk} ids]",
                 shape=list(values.shape),
                 layers=layers,
                 topk=topk,
@@ -175,5 +176,3 @@ def _from_tensor(value: Any, place: str) -> npt.NDArray[Any]:
 def concatenate(parts: list[ArrayRows]) -> ArrayRows:
     """Rows of several arrays, one after the other."""
     return ArrayRows(np.concatenate([part.values for part in parts]))
-
-

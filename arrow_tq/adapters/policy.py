@@ -26,7 +26,7 @@ class RowRule(Enum):
     STOP_EDGE = "stop-edge"
     """One row too many, ``[s, T)``: the last is dropped."""
     PREFILL_ONLY = "prefill-only"
-    """One row too few, ``[s, T - 2)``: position T - 2 stays without routing, a hole until a later call covers it."""
+    """One row too few, ``[s, T - 2)``: position T - 2 is a hole until a later call covers it."""
     PAST_STOP = "past-stop"
     """Up to ``PAST_STOP_ROWS_MAX`` rows past T - 1, of tokens that were cut off: they are dropped."""
     IGNORES_START = "ignores-start"
