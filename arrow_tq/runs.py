@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -97,25 +98,11 @@ class Run:
             SessionClosed: it was finalized, aborted or discarded.
             StoreFull: past the soft mark only sessions that are open already get room; retryable.
         """
-        with checked(f"session {id!r}"):
-            command = OpenSession(
-                run=self.name,
-                epoch=self.epoch,
-                session_id=check_session(id),
-                group=None if group is None else check_id(group, "group"),
-                tasks=None if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks),
-                ttl_s=ttl_s,
-                columns=columns_json(columns),
-            )
+        command = self._open_session(id, group, tasks, ttl_s, columns)
         until = time.monotonic() + wait_s
-        while True:
-            try:
-                return Session(self, ask(self.backend, command, SessionInfo))
-            except StoreFull:
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise
-                time.sleep(min(ROOM_POLL_S, left))
+        while (session := self._try_session(command, until)) is None:
+            time.sleep(_pause_s(until))
+        return session
 
     # -- trainers ------------------------------------------------------------------------------
 
@@ -241,7 +228,12 @@ class Run:
         wait_s: float = 0,
         **columns: object,
     ) -> Session:
-        return await self.threads.call(self.session, id, group, tasks, ttl_s, wait_s, **columns)
+        command = self._open_session(id, group, tasks, ttl_s, columns)
+        until = time.monotonic() + wait_s
+        # The wait holds no thread: those are for calls that can go on, which may be what makes room.
+        while (session := await self.threads.call(self._try_session, command, until)) is None:
+            await asyncio.sleep(_pause_s(until))
+        return session
 
     async def aclaim(
         self,
@@ -292,10 +284,44 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({self.name!r}, epoch={self.epoch})"
 
+    def _open_session(
+        self,
+        id: str,
+        group: str | None,
+        tasks: Iterable[str] | None,
+        ttl_s: float | None,
+        columns: dict[str, object],
+    ) -> OpenSession:
+        with checked(f"session {id!r}"):
+            return OpenSession(
+                run=self.name,
+                epoch=self.epoch,
+                session_id=check_session(id),
+                group=None if group is None else check_id(group, "group"),
+                tasks=None if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks),
+                ttl_s=ttl_s,
+                columns=columns_json(columns),
+            )
+
+    def _try_session(self, command: OpenSession, until: float) -> Session | None:
+        """The session; None where there is no room and time is left (``until`` is monotonic)."""
+        left = max(until - time.monotonic(), 0.0)
+        try:
+            info = ask(self.backend, command.model_copy(update={"wait_s": left}), SessionInfo)
+        except StoreFull:
+            if left <= 0:
+                raise
+            return None
+        return Session(self, info)
+
     def _batch(self, info: object, table: bytes, rank: int | None, world: int | None) -> Batch:
         if not isinstance(info, ClaimInfo):
             raise InternalError(f"reply to a claim: {type(info).__name__}")
         return Batch(self, info, read_table(table), rank, world)
+
+
+def _pause_s(until: float) -> float:
+    return min(ROOM_POLL_S, max(until - time.monotonic(), 0.0))
 
 
 def _names(fields: Sequence[str] | None) -> tuple[str, ...] | None:

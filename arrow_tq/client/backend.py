@@ -25,8 +25,10 @@ from arrow_tq_schemas.commands import (
     ClaimInfo,
     Command,
     Empty,
+    GetStats,
     Reply,
     RunQuery,
+    Stats,
     StepCommit,
     StepResult,
     unpack_reply,
@@ -95,10 +97,14 @@ class FlightBackend:
     def shard(self) -> int:
         return 0
 
-    def counters(self) -> dict[str, int]:
-        """What this client counts: puts that waited for room, bytes in flight now."""
+    def counters(self) -> dict[str, float]:
+        """What this client counts: puts that waited for room, for how long, and bytes in flight now."""
         puts = self._link().puts
-        return {"put_waits": puts.waits, "put_in_flight_bytes": puts.in_flight_bytes}
+        return {
+            "put_waits": puts.waits,
+            "put_waited_s": puts.waited_s,
+            "put_in_flight_bytes": puts.in_flight_bytes,
+        }
 
     def execute(self, command: Command) -> Reply:
         """Answer one command: a call with a deadline, and one retry with the same request id."""
@@ -106,6 +112,11 @@ class FlightBackend:
             return self._wait_for_claim(command)
         if isinstance(command, RunQuery):
             return self._query(command)
+        if isinstance(command, GetStats):
+            stats = self._ask(command).body
+            assert isinstance(stats, Stats)
+            mine = {f"client_{name}": value for name, value in self.counters().items()}
+            return Reply(body=Stats(values={**stats.values, **mine}))
         return self._ask(command)
 
     def commit(self, step: StepCommit) -> StepResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 
 from arrow_tq_schemas.chunks import Chunk
@@ -60,6 +61,7 @@ class Room:
         self._wait_s = wait_s
         self._used = 0
         self.waits = 0
+        self.waited_s = 0.0
 
     def take(self, size: int) -> None:
         """Wait for room; a chunk larger than all of it goes alone.
@@ -70,7 +72,10 @@ class Room:
         with self._changed:
             if not self._fits(size):
                 self.waits += 1
-                if not self._changed.wait_for(lambda: self._fits(size), self._wait_s):
+                began = time.monotonic()
+                fits = self._changed.wait_for(lambda: self._fits(size), self._wait_s)
+                self.waited_s += time.monotonic() - began
+                if not fits:
                     raise DeadlineExceeded(
                         f"put of {size} bytes: {self._used} bytes of put_inflight_bytes_max="
                         f"{self._bytes_max} "

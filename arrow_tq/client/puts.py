@@ -34,6 +34,11 @@ class Puts:
         return self._room.waits
 
     @property
+    def waited_s(self) -> float:
+        """How long they waited, all together."""
+        return self._room.waited_s
+
+    @property
     def in_flight_bytes(self) -> int:
         return self._room.used_bytes
 

@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from arrow_tq.producer.convert import Conversion
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader, checksum
 from arrow_tq_schemas.errors import InvalidInput
 from arrow_tq_schemas.fields import Field
-from arrow_tq_schemas.ids import ChunkId, IdFactory
+from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.receipts import Receipt, StoredChunk
 
 CHUNK_BYTES = 8 << 20
@@ -27,6 +28,13 @@ POSITION_MAX = 1 << 48
 
 _Values = npt.NDArray[np.generic]
 _Mask = npt.NDArray[np.bool_]
+
+
+class IdSource(Protocol):
+    """Where new chunk ids come from: a writer's ``IdFactory``, or the series of one stream."""
+
+    def next(self, shard: int) -> ChunkId:
+        """An id never used before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +66,7 @@ class _Writer:
     run: str
     epoch: int
     shard: int
-    ids: IdFactory
+    ids: IdSource
 
 
 def encode(
@@ -69,7 +77,7 @@ def encode(
     run: str,
     epoch: int,
     shard: int,
-    ids: IdFactory,
+    ids: IdSource,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Encoded:
     """Chunks of ``field`` for positions ``[start, start + rows)``.
@@ -105,7 +113,7 @@ def encode(
     chunks_by_group: list[list[Chunk]] = [[] for _ in field.groups]
     stored: list[StoredChunk] = []
     copied = True
-    for first, end in _pieces(rows, _rows_per_chunk(field, chunk_bytes)):
+    for first, end in _pieces(rows, rows_per_chunk(field, chunk_bytes)):
         values, valid, private = _convert(conversion, source, first, end, start)
         chunks = _chunks(writer, values, valid, start + first)
         for of_group, chunk in zip(chunks_by_group, chunks, strict=True):
@@ -126,7 +134,8 @@ def _position(field: Field, start: int) -> int:
     return position
 
 
-def _rows_per_chunk(field: Field, chunk_bytes: int) -> int:
+def rows_per_chunk(field: Field, chunk_bytes: int) -> int:
+    """Rows of a chunk whose largest layer group has ``chunk_bytes`` at most; one at least."""
     largest = max(len(layers) for layers in field.groups)
     layers = 1 if field.layer_axis is None else field.shape[field.layer_axis]
     row_bytes = field.row_bytes // layers * max(largest, 1)

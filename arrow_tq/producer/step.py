@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from arrow_tq.backend import PutHandle
 from arrow_tq.calls import ask
-from arrow_tq.producer.encode import encode
+from arrow_tq.producer.branch import Branch
+from arrow_tq.producer.encode import Encoded, encode
+from arrow_tq.producer.stream import AsyncStepStream, StepStream
 from arrow_tq_schemas.commands import Done, DropChunks, StepCommit
 from arrow_tq_schemas.errors import ArrowTQError, Conflict, MalformedMessage
+from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.receipts import Receipt, chunk_ids
 
 if TYPE_CHECKING:
@@ -33,20 +37,21 @@ class Step:
         self,
         session: Session,
         step_id: str,
-        parent: str | None,
+        branch: Branch,
         messages: str,
         version: str | None,
         sampled: tuple[int, int] | None,
     ) -> None:
         self.session = session
         self.id = step_id
-        self._parent = parent
+        self._branch = branch
         self._messages = messages
         self._version = version
         self._sampled = sampled
         self._receipts: list[Receipt] = []
         self._written: list[Receipt] = []
         self._pending: list[PutHandle] = []
+        self._streams: list[StepStream] = []
         self._state = "open"
 
     def put(self, field: str, array: object, start: int) -> Receipt:
@@ -65,7 +70,7 @@ class Step:
             ValueOutOfRange: a value does not fit; names field, value and position.
             StoreFull: no room; retryable.
         """
-        self._check_open("put")
+        self.check_open("put")
         run = self.session.run
         declared = run.field(field)
         encoded = encode(
@@ -80,29 +85,47 @@ class Step:
         )
         if not encoded.copied and run.backend.puts_in_background and encoded.nbytes <= COPY_BYTES_MAX:
             encoded = encoded.copy()
-        self._written.append(encoded.receipt)
-        handles = [run.backend.put(declared, chunks) for chunks in encoded.chunks_by_group if chunks]
-        if encoded.copied:
-            self._pending.extend(handles)
-        else:
-            # The chunks are the caller's own memory, which it may change once this returns.
-            for handle in handles:
-                handle.wait(run.put_timeout_s)
+        self.store(declared, encoded, encoded.copied)
         self._receipts.append(encoded.receipt)
         return encoded.receipt
 
-    def attach(self, receipt: Receipt | str | bytes | Mapping[str, object]) -> None:
-        """Make rows that another writer stored (an engine with a recorder) part of this step."""
-        self._check_open("attach")
+    def attach(self, receipt: Receipt | str | bytes | Mapping[str, object], overlay: bool = False) -> None:
+        """Make rows that another writer stored (an engine with a recorder) part of this step.
+
+        Several producers may serve one step (prefill and decode apart), each with positions of its own.
+
+        Args:
+            receipt: as an object, as JSON text, or as what JSON text parses to.
+            overlay: let it cover positions that the step has already; the field's overlay policy decides
+                which rows are seen.
+
+        Raises:
+            Conflict: it covers positions that the step has already, and ``overlay`` is not set; names both
+                ranges.
+            MalformedMessage: no receipt.
+        """
+        self.check_open("attach")
         if isinstance(receipt, Mapping):
             try:
-                receipt = Receipt.model_validate(receipt)
-            except ValueError as error:
+                receipt = json.dumps(receipt)
+            except (TypeError, ValueError) as error:
                 raise MalformedMessage(f"receipt: {error}") from None
-        elif not isinstance(receipt, Receipt):
+        if not isinstance(receipt, Receipt):
             receipt = Receipt.from_json(receipt)
-        self.session.run.field(receipt.field)
+        declared = self.session.run.field(receipt.field)
+        if not overlay:
+            self._check_apart(receipt, declared)
         self._receipts.append(receipt)
+
+    def stream(self, field: str, window_tokens: int = 32) -> StepStream:
+        """Write a field as its rows come, the last ``window_tokens`` of which may still be replaced.
+
+        Its ``finish`` attaches the rows to this step; a step with an unfinished stream does not commit.
+        """
+        self.check_open("stream")
+        stream = StepStream(self, self.session.run.field(field), window_tokens)
+        self._streams.append(stream)
+        return stream
 
     def flush(self) -> None:
         """Return when everything that was put is stored: its receipts may then go to another process."""
@@ -117,8 +140,10 @@ class Step:
             RowCountMismatch: ``all`` fields end at different positions; names both.
             SessionClosed, StaleEpoch, Conflict: as their names say. The step's chunks are freed.
         """
-        self._check_open("commit")
+        self.check_open("commit")
         try:
+            for stream in self._streams:
+                stream.check_finished()
             self.flush()
             self.session.run.backend.commit(self._record())
         except BaseException:
@@ -147,6 +172,42 @@ class Step:
                 # A store out of reach reaps them itself: nothing attached them.
                 return
 
+    def store(self, declared: Field, encoded: Encoded, private: bool) -> None:
+        """Store chunks as this step's own, without attaching them; for its streams.
+
+        ``private``: nobody else has their memory, so they may travel in the background.
+        """
+        run = self.session.run
+        self._written.append(encoded.receipt)
+        handles = [run.backend.put(declared, chunks) for chunks in encoded.chunks_by_group if chunks]
+        if private:
+            self._pending.extend(handles)
+        else:
+            # The chunks are the caller's own memory, which it may change once this returns.
+            for handle in handles:
+                handle.wait(run.put_timeout_s)
+
+    def written_chunks(self) -> list[str]:
+        """Ids of every chunk that this step stored itself, all layer groups."""
+        return [chunk.hex for chunk in chunk_ids(self._written)]
+
+    def attach_own(self, receipt: Receipt) -> None:
+        """Attach what one of this step's streams wrote."""
+        self._check_apart(receipt, self.session.run.field(receipt.field))
+        self._receipts.append(receipt)
+
+    def _check_apart(self, receipt: Receipt, declared: Field) -> None:
+        for other in self._receipts:
+            if other.field == receipt.field and max(other.start, receipt.start) < min(other.end, receipt.end):
+                raise Conflict(
+                    f"step {self.id!r}: field {receipt.field!r}: [{receipt.start}, {receipt.end}) overlaps "
+                    f"[{other.start}, {other.end}), which the step has already; with overlay=True the "
+                    f"field's policy ({declared.overlay!r} wins) decides",
+                    field=receipt.field,
+                    range=[receipt.start, receipt.end],
+                    other=[other.start, other.end],
+                )
+
     def _record(self) -> StepCommit:
         run = self.session.run
         return StepCommit.model_construct(
@@ -154,14 +215,18 @@ class Step:
             epoch=run.epoch,
             session_id=self.session.id,
             step_id=self.id,
-            parent=self._parent,
+            parent=self._branch.parent,
+            retry_of=self._branch.retry_of,
+            tools=self._branch.tools,
+            extends=self._branch.extends,
             messages=self._messages,
             version=self._version,
             sampled=self._sampled,
             receipts=self._receipts,
         )
 
-    def _check_open(self, what: str) -> None:
+    def check_open(self, what: str) -> None:
+        """Raise ``Conflict`` where the step is over."""
         if self._state != "open":
             raise Conflict(f"{what} on step {self.id!r}: it is {self._state} already", step_id=self.id)
 
@@ -205,9 +270,15 @@ class AsyncStep:
         """As ``Step.put``."""
         return await self.session.run.threads.call(self._step.put, field, array, start)
 
-    async def attach(self, receipt: Receipt | str | bytes | Mapping[str, object]) -> None:
+    async def attach(
+        self, receipt: Receipt | str | bytes | Mapping[str, object], overlay: bool = False
+    ) -> None:
         """As ``Step.attach``."""
-        self._step.attach(receipt)
+        self._step.attach(receipt, overlay)
+
+    def stream(self, field: str, window_tokens: int = 32) -> AsyncStepStream:
+        """As ``Step.stream``."""
+        return AsyncStepStream(self._step.stream(field, window_tokens), self.session.run.threads)
 
     async def flush(self) -> None:
         """As ``Step.flush``."""

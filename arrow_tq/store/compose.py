@@ -1,13 +1,12 @@
-"""Composing segments: from the receipts of a path's steps to spans. Pure; reads no payload."""
+"""Composing segments: from the receipts of a tree's steps to spans. Pure; reads no payload."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import groupby
 
 import numpy as np
-import numpy.typing as npt
 
 from arrow_tq.intervals import (
     Ranges,
@@ -20,23 +19,29 @@ from arrow_tq.intervals import (
     subtract,
     union,
 )
-from arrow_tq_schemas.errors import InvalidInput, NotFound
+from arrow_tq.store.receipt_spans import chunks_by_field, owned_ids, valid_runs, whole_spans
+from arrow_tq.store.trees import NO_PARENT, VIEWS, Stretch, breaks
+from arrow_tq_schemas.errors import InvalidInput
 from arrow_tq_schemas.fields import Field
-from arrow_tq_schemas.manifests import OWNED_DTYPE, SPANS_MAX, Manifest, ranges
-from arrow_tq_schemas.receipts import Receipt, StoredChunk
-from arrow_tq_schemas.spans import SPAN_DTYPE, Spans, empty_spans
+from arrow_tq_schemas.manifests import SPANS_MAX, Manifest, ranges
+from arrow_tq_schemas.receipts import Receipt
+from arrow_tq_schemas.spans import Spans, empty_spans
 
 
 @dataclass(frozen=True, slots=True)
-class StepPath:
-    """One step of a path."""
+class TreeStep:
+    """One step of a session's tree."""
 
     step_id: str
+    parent: int
+    """Index of the step before it among those given, which is smaller; ``NO_PARENT``: none."""
     sampled: tuple[int, int] | None
     """Half-open absolute range of the tokens that it sampled."""
     version: str | None
     rewrite_at: int | None
-    """First position whose token id differs from what was there; None: it only overlays or appends."""
+    """First position whose token id differs from what its path had; None: it only overlays or appends."""
+    cut: str | None
+    """Why it does not go on with its parent's segment: ``rewrite``, ``mismatch`` or ``tools``."""
     receipts: Sequence[Receipt]
 
 
@@ -49,60 +54,104 @@ class ComposedSegment:
     """Fields without a hole inside their domain, in declared order."""
     loss_tokens: int
     versions: tuple[str, ...]
-    """Versions of the segment's own steps (its context's left out), in order of first use."""
+    """Versions of the steps whose loss the segment carries, in order of first use."""
     finish_reason: str
-    """``rewrite`` where a later step replaced tokens, else ``end``."""
+    """Why the segment ends: ``end``, ``rewrite``, ``mismatch``, ``tools`` or ``branch``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Canvas:
-    """What a rewrite leaves of the segment before: the context of the next one."""
+    """What a path shows after one of its steps."""
 
     spans: dict[str, Spans]
     end: int
     sampled: Ranges
+    versions: tuple[tuple[Ranges, str], ...]
+    """Sampled positions by version: each position once, under the version that sampled it first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chain:
+    """Steps that follow one another and are in the same segments."""
+
+    first: int
+    canvas: _Canvas
+    """After its last step."""
+    whole: list[Spans]
+    """Every chunk of its steps, null rows and all."""
+    fresh: Ranges
+    """Positions that were sampled here and nowhere before on the path."""
+    versions: tuple[str, ...]
 
 
 def compose(
-    steps: Sequence[StepPath], fields: Sequence[Field], segment_ids: Callable[[int], str]
+    steps: Sequence[TreeStep],
+    fields: Sequence[Field],
+    segment_ids: Callable[[int], str],
+    view: str = "lineage",
 ) -> list[ComposedSegment]:
-    """The segments of one path through a session's steps.
+    """The segments of one view of a session's tree.
 
-    A step with ``rewrite_at`` ends the segment before it. The next one begins with every field's rows at
-    positions before ``rewrite_at``; under both overlay policies the rows from there on are gone. Spans
-    outside a field's domain are left out of the manifest, so that they read as its fill. A segment owns
-    every chunk of its own steps, covered ones included, and the chunks of its context that it still shows.
+    A segment shows the whole path from the root to its last step. Steps that no earlier segment of the
+    view carried are its own to train: it carries their loss and owns every chunk of theirs, covered ones
+    included. All else is context: of that it owns the chunks that it still shows.
+
+    A step with ``rewrite_at`` goes on from every field's rows at positions before it; under both overlay
+    policies the rows from there on are gone. A step samples positions that exist once it is committed;
+    sampled again on the same path, a token carries the loss of the first time. Spans outside a field's
+    domain are left out of the manifest, so that they read as its fill.
 
     Args:
-        steps: root first. No step gives no segment.
+        steps: in commit order, without those that do not count. No step gives no segment.
         fields: every field of the run; each has an entry in each manifest.
         segment_ids: the id of the segment with this index.
+        view: ``lineage`` or ``timeline``.
 
     Raises:
         NotFound: a receipt's field is not among ``fields``.
         InvalidInput: a segment of more than ``SPANS_MAX`` spans.
     """
     declared = {field.name: field for field in fields}
-    canvas = _Canvas({name: empty_spans() for name in declared}, 0, ranges([]))
+    parents, cuts = [step.parent for step in steps], [step.cut for step in steps]
+    stretches = VIEWS[view](parents, cuts)
+    chains: dict[int, _Chain] = {}
+    for last in breaks(parents, cuts, stretches):
+        chains[last] = _chain(steps, last, chains, declared)
+    carried: set[int] = set()
     segments: list[ComposedSegment] = []
-    parts = _split(steps)
-    for index, part in enumerate(parts):
-        if index:
-            canvas = _cut(canvas, part[0].rewrite_at or 0)
-        reason = "end" if part is parts[-1] else "rewrite"
-        segment, canvas = _lay(canvas, part, declared, segment_ids(index), reason)
-        segments.append(segment)
+    for index, stretch in enumerate(stretches):
+        path = _own_chains(stretch, chains, parents)
+        own = [chains[last] for last in path if last not in carried]
+        carried.update(path)
+        canvas = chains[stretch.last].canvas
+        alone = len(own) == len(path) and parents[stretch.first] == NO_PARENT
+        segments.append(_segment(segment_ids(index), canvas, own, alone, declared, stretch.reason))
     return segments
 
 
-def _split(steps: Sequence[StepPath]) -> list[list[StepPath]]:
-    """Steps by segment: a rewrite begins one. The first step has nothing to rewrite."""
-    parts: list[list[StepPath]] = []
-    for step in steps:
-        if step.rewrite_at is not None or not parts:
-            parts.append([])
-        parts[-1].append(step)
-    return parts
+def _chain(
+    steps: Sequence[TreeStep], last: int, chains: Mapping[int, _Chain], declared: Mapping[str, Field]
+) -> _Chain:
+    """The steps up to ``last`` since the chains that are there, laid over what they go on from."""
+    path = [last]
+    while steps[path[-1]].parent != NO_PARENT and steps[path[-1]].parent not in chains:
+        path.append(steps[path[-1]].parent)
+    path.reverse()
+    first = steps[path[0]]
+    before = _Canvas({name: empty_spans() for name in declared}, 0, ranges([]), ())
+    if first.parent != NO_PARENT:
+        before = chains[first.parent].canvas
+        if first.rewrite_at is not None:
+            before = _cut(before, first.rewrite_at)
+    return _lay(path[0], [steps[index] for index in path], before, declared)
+
+
+def _own_chains(stretch: Stretch, chains: Mapping[int, _Chain], parents: Sequence[int]) -> list[int]:
+    """The last steps of the chains that a stretch is made of, first chain first."""
+    path = [stretch.last]
+    while chains[path[-1]].first != stretch.first:
+        path.append(parents[chains[path[-1]].first])
+    return path[::-1]
 
 
 def _cut(canvas: _Canvas, position: int) -> _Canvas:
@@ -111,105 +160,97 @@ def _cut(canvas: _Canvas, position: int) -> _Canvas:
         {name: clip(spans, 0, position) for name, spans in canvas.spans.items()},
         min(canvas.end, position),
         bounded(canvas.sampled, 0, position),
+        tuple((bounded(some, 0, position), version) for some, version in canvas.versions),
     )
 
 
-def _lay(
-    canvas: _Canvas, steps: Sequence[StepPath], declared: dict[str, Field], segment_id: str, reason: str
-) -> tuple[ComposedSegment, _Canvas]:
-    """One segment of ``steps`` over its context, and what it leaves for the next."""
-    chunks = _chunks_by_field(steps, declared)
-    whole = {name: _whole(chunks[name]) for name in declared}
-    written = {name: _valid_runs(whole[name], chunks[name]) for name in declared}
+def _lay(first: int, steps: Sequence[TreeStep], before: _Canvas, declared: Mapping[str, Field]) -> _Chain:
+    chunks = chunks_by_field(steps, declared)
+    whole = {name: whole_spans(chunks[name]) for name in declared}
     visible = {
-        name: overlay(np.concatenate([canvas.spans[name], written[name]]), field.overlay)
-        for name, field in declared.items()
+        name: overlay(
+            np.concatenate([before.spans[name], valid_runs(whole[name], chunks[name])]), one.overlay
+        )
+        for name, one in declared.items()
     }
-    num_tokens = max([canvas.end, *_ends(steps, declared)])
-    own = bounded(union(ranges([step.sampled for step in steps if step.sampled is not None])), 0, num_tokens)
-    sampled = union(np.concatenate([canvas.sampled, own]))
-    # What the context sampled carries loss in the segment that it comes from, and nowhere else.
-    loss = subtract(own, canvas.sampled)
-    domains = {name: domain_ranges(field, num_tokens, sampled) for name, field in declared.items()}
-    shown = {name: restrict(visible[name], domains[name]) for name in declared}
+    ends = np.maximum.accumulate([before.end, *(_end(step, declared) for step in steps)])[1:].tolist()
+    sampled, versions = before.sampled, list(before.versions)
+    # Of steps of one version only what they sampled together is asked, so that there is no work a step.
+    for version, some in groupby(zip(steps, ends, strict=True), key=lambda pair: pair[0].version):
+        said = ranges([np.minimum(step.sampled, end) for step, end in some if step.sampled is not None])
+        new = subtract(union(said), sampled)
+        sampled = union(np.concatenate([sampled, new]))
+        if version is not None and len(new):
+            versions.append((new, version))
+    return _Chain(
+        first,
+        _Canvas(visible, ends[-1], sampled, tuple(versions)),
+        list(whole.values()),
+        subtract(sampled, before.sampled),
+        tuple(dict.fromkeys(step.version for step in steps if step.version is not None)),
+    )
+
+
+def _segment(
+    segment_id: str,
+    canvas: _Canvas,
+    own: Sequence[_Chain],
+    alone: bool,
+    declared: Mapping[str, Field],
+    reason: str,
+) -> ComposedSegment:
+    """One segment of a path.
+
+    Args:
+        segment_id: its id.
+        canvas: what the path shows.
+        own: the chains whose loss it carries.
+        alone: whether these are the whole path.
+        declared: the run's fields by name.
+        reason: why it ends.
+    """
+    domains = {name: domain_ranges(one, canvas.end, canvas.sampled) for name, one in declared.items()}
+    shown = {name: restrict(canvas.spans[name], domains[name]) for name in declared}
     total = sum(len(spans) for spans in shown.values())
     if total > SPANS_MAX:
         raise InvalidInput(f"segment {segment_id!r}: {total} spans, at most {SPANS_MAX}")
-    # Spans that are not of the context are parts of the steps' own chunks, which are all owned anyway.
-    context = shown.values() if any(len(spans) for spans in canvas.spans.values()) else ()
-    manifest = Manifest(segment_id, num_tokens, shown, sampled, loss, _owned([*whole.values(), *context]))
-    segment = ComposedSegment(
+    # What its own steps show are parts of their chunks, which are owned anyway.
+    context = () if alone else shown.values()
+    owned = owned_ids([*(spans for chain in own for spans in chain.whole), *context])
+    loss = union(np.concatenate([ranges([]), *(chain.fresh for chain in own)]))
+    manifest = Manifest(
+        segment_id, canvas.end, shown, canvas.sampled, loss, owned, _version_ranges(canvas.versions)
+    )
+    return ComposedSegment(
         manifest,
         tuple(name for name in declared if not len(gaps(shown[name], domains[name]))),
         int((loss[:, 1] - loss[:, 0]).sum()),
-        tuple(dict.fromkeys(step.version for step in steps if step.version is not None)),
+        tuple(dict.fromkeys(version for chain in own for version in chain.versions)),
         reason,
     )
-    return segment, _Canvas(visible, num_tokens, sampled)
 
 
-def _chunks_by_field(steps: Sequence[StepPath], declared: dict[str, Field]) -> dict[str, list[StoredChunk]]:
-    """Each field's chunks in the order in which they were written."""
-    chunks: dict[str, list[StoredChunk]] = {name: [] for name in declared}
-    for step in steps:
-        for receipt in step.receipts:
-            if receipt.field not in chunks:
-                raise NotFound(
-                    f"step {step.step_id!r}: field {receipt.field!r} is not among {', '.join(declared)}",
-                    field=receipt.field,
-                )
-            chunks[receipt.field].extend(receipt.chunks)
-    return chunks
+def _version_ranges(versions: Sequence[tuple[Ranges, str]]) -> tuple[tuple[int, int, str], ...]:
+    """Ascending (start, end, version), neighbours of one version made one."""
+    by_version: dict[str, list[Ranges]] = {}
+    for some, version in versions:
+        by_version.setdefault(version, []).append(some)
+    return tuple(
+        sorted(
+            (start, end, version)
+            for version, parts in by_version.items()
+            for start, end in union(np.concatenate(parts)).tolist()
+        )
+    )
 
 
-def _ends(steps: Sequence[StepPath], declared: dict[str, Field]) -> list[int]:
-    """Ends of puts that decide T. A put of zero rows covers no position, so it has none."""
-    return [
-        receipt.end
-        for step in steps
-        for receipt in step.receipts
-        if receipt.rows and declared[receipt.field].domain != "forwarded"
-    ]
-
-
-def _whole(chunks: Sequence[StoredChunk]) -> Spans:
-    """One span a chunk, null rows and all."""
-    count = len(chunks)
-    spans = np.empty(count, dtype=SPAN_DTYPE)
-    halves = np.frombuffer(bytes.fromhex("".join(map(attrgetter("id"), chunks))), dtype=">u8")
-    spans["high"], spans["low"] = halves[0::2], halves[1::2]
-    spans["start"] = np.fromiter(map(attrgetter("start"), chunks), np.int64, count)
-    spans["rows"] = np.fromiter(map(attrgetter("rows"), chunks), np.int64, count)
-    spans["row"] = 0
-    return spans
-
-
-def _valid_runs(spans: Spans, chunks: Sequence[StoredChunk]) -> Spans:
-    """One span a run of rows that are not null: ``StoredChunk.spans`` without an object a span."""
-    holed = [index for index, runs in enumerate(map(attrgetter("valid"), chunks)) if runs is not None]
-    if not holed:
-        return spans
-    counts = np.ones(len(chunks), dtype=np.int64)
-    counts[holed] = [len(chunks[index].valid or ()) for index in holed]
-    chosen = np.zeros(len(chunks), dtype=np.bool_)
-    chosen[holed] = True
-    split = np.repeat(spans, counts)
-    inside = np.repeat(chosen, counts)
-    runs = ranges([run for index in holed for run in chunks[index].valid or ()])
-    split["row"][inside] = runs[:, 0]
-    split["rows"][inside] = runs[:, 1] - runs[:, 0]
-    split["start"][inside] += runs[:, 0]
-    return split
-
-
-def _owned(spans: Sequence[Spans]) -> npt.NDArray[np.void]:
-    """Distinct chunk ids of these spans, ascending."""
-    ids = np.empty(sum(len(part) for part in spans), dtype=OWNED_DTYPE)
-    for half in ("high", "low"):
-        ids[half] = np.concatenate([np.empty(0, "<u8"), *[part[half] for part in spans]])
-    high, low = ids["high"], ids["low"]
-    if ((high[1:] < high[:-1]) | ((high[1:] == high[:-1]) & (low[1:] < low[:-1]))).any():
-        ids = ids[np.lexsort((low, high))]
-    distinct = np.ones(len(ids), dtype=np.bool_)
-    distinct[1:] = (ids["high"][1:] != ids["high"][:-1]) | (ids["low"][1:] != ids["low"][:-1])
-    return ids[distinct]
+def _end(step: TreeStep, declared: Mapping[str, Field]) -> int:
+    """End of the puts that decide T. A put of zero rows covers no position, so it has none."""
+    return max(
+        (
+            receipt.end
+            for receipt in step.receipts
+            if receipt.rows and declared[receipt.field].domain != "forwarded"
+        ),
+        default=0,
+    )

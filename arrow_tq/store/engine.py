@@ -11,6 +11,8 @@ from arrow_tq.backend import Read, Rows
 from arrow_tq.calls import write_table
 from arrow_tq.logs import logger
 from arrow_tq.sql import SqlService
+from arrow_tq.store.admission import Admission
+from arrow_tq.store.attempts import Attempts
 from arrow_tq.store.catalog import Catalog, CatalogConfig
 from arrow_tq.store.config import EngineConfig
 from arrow_tq.store.directory import Directory
@@ -22,6 +24,7 @@ from arrow_tq.store.shard_config import ShardConfig
 from arrow_tq.store.upkeep import Upkeep
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader
 from arrow_tq_schemas.commands import (
+    AbandonStep,
     Command,
     CommitSteps,
     Done,
@@ -29,6 +32,7 @@ from arrow_tq_schemas.commands import (
     Empty,
     GetPressure,
     GetStats,
+    KeepChunks,
     OpenSession,
     Pressure,
     Reply,
@@ -38,7 +42,7 @@ from arrow_tq_schemas.commands import (
     StepResult,
     StepResults,
 )
-from arrow_tq_schemas.errors import Conflict, NotFound, StoreFull
+from arrow_tq_schemas.errors import Conflict, NotFound
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.tickets import PutStream
@@ -82,6 +86,8 @@ class Engine:
         self._fields: dict[tuple[str, str], Field] = {}
         self._reader = Reader(self._shard, self._catalog)
         self._rewrites = Rewrites(self._shard, self._catalog)
+        self._attempts = Attempts(self._shard, self._catalog)
+        self._admission = Admission(self._shard, self._catalog, config.soft_mark)
         self._closing = threading.Lock()
         self._closed = False
         self._upkeep = Upkeep(self._shard, self._catalog, config.orphan_ttl_s, config.upkeep_period_s)
@@ -127,9 +133,14 @@ class Engine:
         if isinstance(command, GetPressure):
             return Reply(body=self._pressure())
         if isinstance(command, DropChunks):
-            return Reply(body=Done(count=self._drop_unattached(command)))
+            return Reply(body=Done(count=self._shard.drop_unpinned(self._own(command))))
+        if isinstance(command, AbandonStep):
+            with self._rewrites.changing(command.run, command.session_id):
+                return self._catalog.execute(command)
+        if isinstance(command, KeepChunks):
+            return Reply(body=Done(count=self._shard.keep_unpinned(self._own(command))))
         if isinstance(command, OpenSession):
-            self._admit(command)
+            self._admission.admit(command)
         return self._catalog.execute(command)
 
     def commit(self, step: StepCommit) -> StepResult:
@@ -140,7 +151,7 @@ class Engine:
     def commit_many(self, steps: Sequence[StepCommit]) -> list[StepResult]:
         """Commit each step by itself, in order; errors are in the results."""
         self._check_open()
-        return self._rewrites.commit(steps)
+        return self._attempts.check(steps, self._rewrites.commit(steps))
 
     def query(self, query: str, run: str | None) -> pa.Table:
         """SQL over the metadata of one run, or of all."""
@@ -201,6 +212,7 @@ class Engine:
             "unclaimed_segments": gauges.unclaimed_segments,
             "oldest_unclaimed_s": gauges.oldest_unclaimed_s,
             "claim_waiters": gauges.waiters,
+            "room_waiters": self._admission.waiting,
             "commits_total": gauges.commits,
             "chunks_read_total": self._reader.chunks_read,
             "bytes_read_total": self._reader.bytes_read,
@@ -233,28 +245,14 @@ class Engine:
             oldest_unclaimed_s=gauges.oldest_unclaimed_s,
             open_sessions=gauges.open_sessions,
             unclaimed_segments=gauges.unclaimed_segments,
-            waiters=gauges.waiters,
+            waiters=gauges.waiters + self._admission.waiting,
         )
 
-    def _admit(self, command: OpenSession) -> None:
-        """Past the soft mark only new sessions are refused: what is open must be able to finish."""
-        usage = self._shard.usage()
-        if usage.used_bytes <= self.config.soft_mark * usage.capacity_bytes:
-            return
-        if not self._catalog.session_is_open(command.run, command.session_id):
-            raise StoreFull(
-                f"session {command.session_id!r}: the store is past its soft mark "
-                f"({usage.used_bytes} of {usage.capacity_bytes} bytes, mark {self.config.soft_mark:.0%}); "
-                "open sessions go on, new ones wait",
-                used_bytes=usage.used_bytes,
-                capacity_bytes=usage.capacity_bytes,
-            )
-
-    def _drop_unattached(self, command: DropChunks) -> int:
+    def _own(self, command: DropChunks | KeepChunks) -> list[ChunkId]:
+        """Those of the command's chunks that are here and of its run."""
         ids = [ChunkId.from_hex(name) for name in command.chunk_ids]
         headers = [(chunk_id, self._shard.header(chunk_id)) for chunk_id in ids]
-        own = [chunk_id for chunk_id, header in headers if header is not None and header.run == command.run]
-        return self._shard.drop_unpinned(own)
+        return [chunk_id for chunk_id, header in headers if header is not None and header.run == command.run]
 
     def _check_open(self) -> None:
         if self._closed:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from arrow_tq.store.catalog import Catalog
+from arrow_tq.store.catalog.tree import ROOT
 from arrow_tq.store.shard import Shard
 from arrow_tq_schemas.commands import StepCommit, StepResult
 from arrow_tq_schemas.errors import ArrowTQError
@@ -25,18 +28,64 @@ from arrow_tq_schemas.spans import Spans, chunk_ids, to_spans
 STRIPES = 64
 ENDS_KEPT_MAX = 65536
 Key = tuple[str, str]
+"""Run and session."""
+Value = TypeVar("Value")
+
+
+class _Recent(Generic[Value]):
+    """A bounded table of what was used last. For callers that hold a lock."""
+
+    def __init__(self, kept_max: int) -> None:
+        self._kept_max = kept_max
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+
+    def get(self, key: Hashable) -> Value | None:
+        return self._values.get(key)
+
+    def put(self, key: Hashable, value: Value) -> None:
+        self._values[key] = value
+        self._values.move_to_end(key)
+        if len(self._values) > self._kept_max:
+            self._values.popitem(last=False)
+
+    def drop(self, key: Hashable) -> None:
+        self._values.pop(key, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What is known of where a step goes."""
+
+    end: int | None = None
+    """Where the tokens before it end; None: not known."""
+    steps: int | None = None
+    """Steps of the session before it; None: not known."""
+    rewrite_at: int | None = None
 
 
 class Rewrites:
-    """Serialises the steps of one session, and finds where a step's tokens depart from what was there."""
+    """Serialises the steps of one session, and finds where a step's tokens depart from its path's."""
 
     def __init__(self, shard: Shard, catalog: Catalog) -> None:
         self._shard = shard
         self._catalog = catalog
         self._stripes = [threading.Lock() for _ in range(STRIPES)]
         self._lock = threading.Lock()
-        self._ends: OrderedDict[Key, int] = OrderedDict()
-        """Where each session's tokens end, so that plain appends ask nothing of the catalog."""
+        self._ends: _Recent[int] = _Recent(ENDS_KEPT_MAX)
+        """Where the tokens of the path to a step end, so that plain appends ask nothing of the catalog."""
+        self._last: _Recent[tuple[int, str]] = _Recent(ENDS_KEPT_MAX)
+        """Index and id of each session's last step."""
+
+    @contextmanager
+    def changing(self, run: str, session_id: str) -> Iterator[None]:
+        """Hold back the session's steps while its tree is changed in another way than by a commit."""
+        key = (run, session_id)
+        with self._stripes[hash(key) % STRIPES]:
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._last.drop(key)
 
     def commit(self, steps: Sequence[StepCommit]) -> list[StepResult]:
         """Commit each step atomically by itself; those of one session in the order given."""
@@ -61,33 +110,42 @@ class Rewrites:
         with ExitStack() as held:
             for stripe in sorted({hash(key) % STRIPES for key in keys}):
                 held.enter_context(self._stripes[stripe])
-            rewrites: dict[tuple[str, str, str], int] = {}
-            for step in steps:
-                place = self._departure(step)
-                if place is not None:
-                    rewrites[step.run, step.session_id, step.step_id] = place
+            places = [self._look(step) for step in steps]
+            rewrites = {
+                (step.run, step.session_id, step.step_id): place.rewrite_at
+                for step, place in zip(steps, places, strict=True)
+                if place.rewrite_at is not None
+            }
             results = self._catalog.commit_steps(steps, rewrites)
-            for key, step, result in zip(keys, steps, results, strict=True):
-                self._remember(key, step, result)
+            for step, place, result in zip(steps, places, results, strict=True):
+                self._remember(step, place, result)
         return results
 
-    def _departure(self, step: StepCommit) -> int | None:
-        """First position whose stored token id differs from the one that the step wrote, or None."""
+    def _look(self, step: StepCommit) -> _Place:
+        """Where the step goes, and the first position whose stored token id differs from its own."""
+        known = self._known(step)
         receipts = [one for one in step.receipts if one.field == TOKEN_FIELD and one.rows]
         if not receipts:
-            return None
+            return known
         start = min(receipt.start for receipt in receipts)
-        known = self._ends.get((step.run, step.session_id))
-        if known is not None and start >= known:
-            return None
+        if known.end is not None and known.steps is not None and start >= known.end:
+            return known
         try:
-            spans, end = self._catalog.token_spans(step.run, step.session_id)
+            path, count = self._catalog.token_path(step)
         except ArrowTQError:
             # The commit itself names what is wrong with the step.
-            return None
-        if start >= end:
-            return None
-        return self._compare(spans, receipts)
+            return known
+        return _Place(path.end, count, self._compare(path.spans, receipts) if start < path.end else None)
+
+    def _known(self, step: StepCommit) -> _Place:
+        """What a step's place is without asking the catalog."""
+        with self._lock:
+            last = self._last.get((step.run, step.session_id))
+            if last is None or step.retry_of is not None:
+                return _Place()
+            parent = last[1] if step.parent is None else step.parent
+            end = 0 if parent == ROOT else self._ends.get((step.run, step.session_id, parent))
+            return _Place(end, last[0] + 1)
 
     def _compare(self, spans: Spans, receipts: Sequence[Receipt]) -> int | None:
         new = to_spans([span for receipt in receipts for span in receipt.spans()])
@@ -114,15 +172,21 @@ class Rewrites:
         row, rows = int(span["row"]), int(span["rows"])
         return chunk.values[row : row + rows]
 
-    def _remember(self, key: Key, step: StepCommit, result: StepResult) -> None:
+    def _remember(self, step: StepCommit, place: _Place, result: StepResult) -> None:
         if result.error is not None:
             return
-        end = max((one.end for one in step.receipts if one.field == TOKEN_FIELD), default=0)
         with self._lock:
-            self._ends[key] = max(end, self._ends.get(key, 0))
-            self._ends.move_to_end(key)
-            if len(self._ends) > ENDS_KEPT_MAX:
-                self._ends.popitem(last=False)
+            if place.steps is None:
+                # It may be the last one now, or one that was committed before and is answered again.
+                self._last.drop((step.run, step.session_id))
+                return
+            if result.step_index < place.steps:
+                return
+            self._last.put((step.run, step.session_id), (result.step_index, step.step_id))
+            if place.end is not None:
+                ends = [one.end for one in step.receipts if one.field == TOKEN_FIELD and one.rows]
+                before = place.end if place.rewrite_at is None else min(place.end, place.rewrite_at)
+                self._ends.put((step.run, step.session_id, step.step_id), max([before, *ends]))
 
 
 def _overlap(spans: Spans, start: int, end: int) -> Spans:

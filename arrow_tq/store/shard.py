@@ -279,7 +279,7 @@ class Shard:
             try:
                 extent.file.grow(extent.used_bytes + needed, step)
             except StoreFull:
-                if not self._make_room():
+                if not self.make_room():
                     raise
                 extent.file.grow(extent.used_bytes + needed, step)
         except BaseException:
@@ -402,7 +402,7 @@ class Shard:
             finally:
                 stream.lock.release()
 
-    def _make_room(self) -> bool:
+    def make_room(self) -> bool:
         """Give back what is allocated and holds nothing; whether that was anything."""
         before = self._space.used_bytes
         self._retire_idle(0.0)

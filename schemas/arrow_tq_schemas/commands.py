@@ -121,6 +121,8 @@ class OpenSession(Mutation):
     tasks: Names | None = None
     ttl_s: Seconds | None = None
     columns: Json = "{}"
+    wait_s: Seconds = 0.0
+    """How much longer the caller will ask again where there is no room: it counts as a waiter."""
 
 
 class SessionInfo(Wire):
@@ -140,10 +142,17 @@ class StepCommit(Wire):
     session_id: str
     step_id: str
     parent: str | None = None
+    """The step before; None: the session's last committed step; ``""``: none, a tree of its own."""
     messages: Json = "[]"
     version: str | None = None
     sampled: tuple[Count, Count] | None = None
     receipts: list[Receipt] = []
+    tools: str | None = None
+    """Names the tools that the model could call; None says nothing. A change of it ends the segment."""
+    retry_of: str | None = None
+    """The step that this one replaces: from now on it and what follows it are superseded."""
+    extends: bool = False
+    """The messages only add to those before: tokens that differ are a mismatch, not a rewrite."""
 
     @model_validator(mode="after")
     def _sampled_ascends(self) -> StepCommit:
@@ -185,8 +194,31 @@ class DropChunks(Mutation):
     chunk_ids: list[Hex128]
 
 
+class AbandonStep(Mutation):
+    """Leave a step, and all that follows it, out of every view, and free what they wrote."""
+
+    verb: ClassVar[str] = "abandon_step"
+    run: str
+    epoch: Count
+    session_id: str
+    step_id: str
+
+
+class KeepChunks(Command):
+    """Chunks that no step attached yet are still wanted: their time to live begins anew.
+
+    For writers whose step commits much later than its first rows were stored. Unknown ids are passed over;
+    the reply counts those that are there and unattached.
+    """
+
+    verb: ClassVar[str] = "keep_chunks"
+    mutates: ClassVar[bool] = True
+    run: str
+    chunk_ids: list[Hex128]
+
+
 class FinalizeSession(Mutation):
-    """Compose the session's segments of one view. Reads no payload."""
+    """Compose the session's segments of one view. Reads no payload. Each view can be finalized once."""
 
     verb: ClassVar[str] = "finalize_session"
     run: str
@@ -381,9 +413,9 @@ class RunQuery(Command):
 
 
 AnyCommand = (
-    OpenRun | SetPolicyVersion | CloseGroup | OpenSession | CommitSteps | DropChunks | FinalizeSession
-    | AbortSession | Claim | AttachClaim | RenewClaim | ReleaseClaim | GetSegments | ListSegments
-    | UpdateSegments | Discard | GetPressure | GetStats | RunQuery
+    OpenRun | SetPolicyVersion | CloseGroup | OpenSession | CommitSteps | DropChunks | AbandonStep
+    | FinalizeSession | AbortSession | Claim | AttachClaim | RenewClaim | ReleaseClaim | GetSegments
+    | ListSegments | UpdateSegments | Discard | GetPressure | GetStats | RunQuery
 )  # fmt: skip
 
 
@@ -398,6 +430,8 @@ REPLIES: dict[type[Command], type[Wire]] = {
     OpenSession: SessionInfo,
     CommitSteps: StepResults,
     DropChunks: Done,
+    KeepChunks: Done,
+    AbandonStep: Done,
     FinalizeSession: SegmentInfos,
     AbortSession: Done,
     Claim: ClaimInfo,

@@ -108,6 +108,22 @@ class IdFactory:
         return ChunkId.make(time.time_ns() // 1_000_000, shard, 0, random)
 
 
+class IdSeries:
+    """Ids of one stream of chunks: one time, and a random part that counts up by one.
+
+    A receipt names such a stream by its first id (``Receipt.to_json``). Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._time_ms = time.time_ns() // 1_000_000
+        # Half of the range, so that counting never wraps.
+        self._random = secrets.randbits(RANDOM_BITS - 1)
+
+    def next(self, shard: int) -> ChunkId:
+        self._random += 1
+        return ChunkId.make(self._time_ms, shard, 0, self._random)
+
+
 def _writer() -> tuple[int, itertools.count[int]]:
     """This process, and a counter from a random number up."""
     return os.getpid(), itertools.count(secrets.randbits(RANDOM_BITS))

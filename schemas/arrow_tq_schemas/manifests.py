@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +45,7 @@ class Manifest:
             ``sampled`` fields have their domain.
         loss: ``[n, 2]`` int64 ranges of the sampled tokens that carry loss in this segment.
         owned: ``OWNED_DTYPE`` ids (layer group 0) of every chunk kept alive by the segment.
+        versions: (start, end, version) of the sampled tokens whose weight version is known, ascending.
     """
 
     segment_id: str
@@ -53,6 +54,7 @@ class Manifest:
     sampled: npt.NDArray[np.int64]
     loss: npt.NDArray[np.int64]
     owned: npt.NDArray[np.void]
+    versions: Sequence[tuple[int, int, str]] = ()
 
     def encode(self) -> bytes:
         head, columns = self.parts()
@@ -60,17 +62,17 @@ class Manifest:
 
     def parts(self) -> tuple[bytes, bytes]:
         """The JSON head and the columns before compression: what the golden bytes freeze."""
-        head = json.dumps(
-            {
-                "segment_id": self.segment_id,
-                "num_tokens": self.num_tokens,
-                "fields": {name: len(spans) for name, spans in self.spans.items()},
-                "sampled": self.sampled.tolist(),
-                "loss": self.loss.tolist(),
-                "owned": len(self.owned),
-            },
-            separators=(",", ":"),
-        ).encode()
+        values: dict[str, object] = {
+            "segment_id": self.segment_id,
+            "num_tokens": self.num_tokens,
+            "fields": {name: len(spans) for name, spans in self.spans.items()},
+            "sampled": self.sampled.tolist(),
+            "loss": self.loss.tolist(),
+            "owned": len(self.owned),
+        }
+        if self.versions:
+            values["versions"] = [list(one) for one in self.versions]
+        head = json.dumps(values, separators=(",", ":")).encode()
         spans = np.concatenate([np.empty(0, SPAN_DTYPE), *self.spans.values()])
         names = ("start", "high", "low", "row", "rows")
         columns = [_pack(spans[name].astype(np.uint64)) for name in names]
@@ -124,6 +126,7 @@ class Manifest:
             ranges(head["sampled"]),
             ranges(head["loss"]),
             owned,
+            tuple((int(start), int(end), str(name)) for start, end, name in head.get("versions", ())),
         )
 
 

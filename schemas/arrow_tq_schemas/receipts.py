@@ -1,8 +1,13 @@
-"""Receipts: what a writer gets for rows that it stored, and what a step commits. JSON."""
+"""Receipts: what a writer gets for rows that it stored, and what a step commits. JSON.
+
+As text, chunks alike whose ids count up by one (``ids.IdSeries``) are one entry with a ``count``, so that
+a receipt stays small however long the response was.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field as Bound, ValidationError, model_validator
@@ -12,9 +17,12 @@ from arrow_tq_schemas.errors import MalformedMessage
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.spans import Span
 
+CHUNKS_MAX = 1 << 20
+"""Chunks that one receipt may name."""
+
 
 class StoredChunk(BaseModel):
-    """A chunk that a shard acked."""
+    """A chunk that a shard acked, or its first rows: what was trimmed is not part of the receipt."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -82,18 +90,82 @@ class Receipt(BaseModel):
         return self.start + self.rows
 
     def to_json(self) -> str:
-        return self.model_dump_json(exclude_defaults=True)
+        """As text, chunks alike in one entry: a few hundred bytes unless null rows scatter."""
+        if len(self.chunks) < 2:
+            return self.model_dump_json(exclude_defaults=True)
+        value = self.model_dump(mode="json", exclude_defaults=True, exclude={"chunks"})
+        value["chunks"] = list(_counted(self.chunks))
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Receipt:
         """Raises ``MalformedMessage`` naming the key and the value that do not fit."""
         try:
-            return cls.model_validate_json(text)
+            return cls.model_validate_json(_spelled_out(text))
         except ValidationError as error:
             raise MalformedMessage(f"receipt: {explain(error)}") from None
 
     def spans(self) -> list[Span]:
         return [span for chunk in self.chunks for span in chunk.spans()]
+
+
+def _counted(chunks: Iterable[StoredChunk]) -> Iterator[dict[str, object]]:
+    """JSON values of the chunks; each run of chunks alike is its first one with a ``count``."""
+    first: StoredChunk | None = None
+    count = 0
+    for chunk in chunks:
+        if first is not None and _continues(first, count, chunk):
+            count += 1
+            continue
+        if first is not None:
+            yield _entry(first, count)
+        first, count = chunk, 1
+    if first is not None:
+        yield _entry(first, count)
+
+
+def _continues(first: StoredChunk, count: int, chunk: StoredChunk) -> bool:
+    return (
+        first.valid is None
+        and chunk.valid is None
+        and (chunk.rows, chunk.bytes, chunk.groups) == (first.rows, first.bytes, first.groups)
+        and chunk.chunk_id.value == first.chunk_id.value + count
+    )
+
+
+def _entry(first: StoredChunk, count: int) -> dict[str, object]:
+    value: dict[str, object] = first.model_dump(mode="json", exclude_defaults=True)
+    return value if count == 1 else {**value, "count": count}
+
+
+def _spelled_out(text: str | bytes) -> str | bytes:
+    """The same receipt with one entry a chunk."""
+    if '"count"' not in (text.decode("utf-8", "replace") if isinstance(text, bytes) else text):
+        return text
+    try:
+        value = json.loads(text)
+        chunks = value["chunks"]
+        # The absolute value: a negative count must not make room for another.
+        if sum(abs(entry.get("count", 1)) for entry in chunks) > CHUNKS_MAX:
+            raise MalformedMessage(f"receipt: more than {CHUNKS_MAX} chunks")
+        value["chunks"] = [one for entry in chunks for one in _spell_out(entry)]
+    except MalformedMessage:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MalformedMessage(f"receipt: {type(error).__name__}: {error}") from None
+    return json.dumps(value)
+
+
+def _spell_out(entry: dict[str, object]) -> Iterator[dict[str, object]]:
+    count = entry.pop("count", 1)
+    if count == 1:
+        yield entry
+        return
+    first, start, rows = ChunkId.from_hex(str(entry["id"])), entry["start"], entry["rows"]
+    if not (type(count) is type(start) is type(rows) is int and count > 1 and entry.get("valid") is None):
+        raise MalformedMessage(f"receipt: a chunk with count {count!r}: expected equal chunks without nulls")
+    for number in range(count):
+        yield {**entry, "id": ChunkId(first.value + number).hex, "start": start + number * rows}
 
 
 def chunk_ids(receipts: Iterable[Receipt]) -> list[ChunkId]:

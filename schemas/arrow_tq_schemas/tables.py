@@ -56,10 +56,15 @@ STEPS = pa.schema(
         ("rewrite_at", _INT),
         ("status", _TEXT),
         ("created_at", _TIME),
+        ("tools_hash", _TEXT),
+        ("retry_of", _TEXT),
+        ("cut", _TEXT),
     ]
 )
 """messages: the step's new messages as a JSON array; num_tokens: end position of its ``all`` fields;
-rewrite_at: first position whose token ids differ from the step before, if any."""
+rewrite_at: first position whose token ids differ from its path before, if any; status: committed,
+abandoned, or superseded (by the retry whose ``retry_of`` names it); cut: why its parent's segment ends
+before it (rewrite, mismatch, tools), if it does."""
 
 SEGMENTS = pa.schema(
     [
@@ -84,7 +89,10 @@ SEGMENTS = pa.schema(
     ]
 )
 """status: ready, claimed (by some task), done (for every task), or discarded; finish_reason: why the
-segment ends where it does (``end``, ``rewrite``); reason: why it was discarded."""
+segment ends where it does: ``end`` (of its path), ``rewrite`` (other token ids follow), ``mismatch``
+(likewise, though the messages only grew), ``tools`` (other tools), ``branch`` (timeline: another branch
+went on); version_min, version_max: of the steps whose loss it carries; reason: why it was discarded, or
+done without having been claimed."""
 
 SPANS = pa.schema(
     [

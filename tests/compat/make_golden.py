@@ -139,7 +139,7 @@ def all_commands() -> list[Command]:
     step = StepCommit(
         run="r", epoch=2, session_id="s-17", step_id="call-1", parent="call-0",
         messages='[{"role": "user", "content": "\\ud800"}]', version="12", sampled=(3, 9),
-        receipts=[receipt()],
+        receipts=[receipt()], tools="sha256:00ff", retry_of="call-1a", extends=True,
     )  # fmt: skip
     declared = [field.to_json() for field in fields().values()]
     return [
@@ -154,6 +154,8 @@ def all_commands() -> list[Command]:
         ),
         commands.CommitSteps(steps=[step]),
         commands.DropChunks(**key, chunk_ids=[FIRST.hex]),
+        commands.AbandonStep(**owner, session_id="s-17", step_id="call-1"),
+        commands.KeepChunks(run="r", chunk_ids=[FIRST.hex, SECOND.hex]),
         commands.FinalizeSession(
             **owner, session_id="s-17", view="timeline", reward=0.5, columns='{"ok": true}'
         ),

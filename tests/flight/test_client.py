@@ -132,7 +132,9 @@ def test_every_call_has_a_deadline() -> None:
         with pytest.raises(errors.DeadlineExceeded):
             handle.wait(10)  # the stream's own deadline, after one more try
         assert time.monotonic() - began < 8
-        assert backend.counters() == {"put_waits": 1, "put_in_flight_bytes": 0}
+        counters = backend.counters()
+        assert (counters["put_waits"], counters["put_in_flight_bytes"]) == (1, 0)
+        assert counters["put_waited_s"] > 0
 
 
 def test_a_stream_that_ends_unacked_is_no_success() -> None:
@@ -311,7 +313,7 @@ def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
 
 def test_puts_under_way_survive_a_restart(tmp_path: Path) -> None:
     """What a killed server had not acked is sent again to the one that follows it in time."""
-    options = {"retry_pause_s": 3.0}
+    options = {"retry_pause_s": 8.0}
     with Server(tmp_path / "data", tmp_path / "memory") as first:
         port = first.url.rpartition(":")[2]
         backend = FlightBackend(first.url, options=ClientOptions(**options))
@@ -320,7 +322,7 @@ def test_puts_under_way_survive_a_restart(tmp_path: Path) -> None:
         first.kill()
         handle = backend.put(X, chunks)
     with Server(tmp_path / "data", tmp_path / "memory", "--port", port) as second:
-        handle.wait(20)
+        handle.wait(60)
         assert Store(backend).stats()["chunks"] == 60
         backend.close()
         assert second.stop() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field as slot
 
@@ -10,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from arrow_tq.intervals import clip, domain_ranges, gaps, overlay, restrict, subtract, union
-from arrow_tq.store.compose import ComposedSegment, StepPath, compose
+from arrow_tq.store.compose import ComposedSegment, TreeStep, compose
 from arrow_tq_schemas import ChunkId, Field, Receipt, StoredChunk
 from arrow_tq_schemas.manifests import Manifest, ranges
 from arrow_tq_schemas.spans import Span, Spans, chunk_ids, from_spans, to_spans
@@ -70,18 +71,29 @@ def runs_of(valid: Sequence[bool]) -> list[tuple[int, int]]:
 
 
 @st.composite
-def paths(draw: st.DrawFn) -> list[StepPath]:
+def trees(draw: st.DrawFn) -> list[TreeStep]:
+    """Steps in commit order, each after an earlier one or none, some of them cut off from it."""
     numbers = Numbers()
-    steps = []
-    for index in range(draw(st.integers(0, 5))):
+    steps: list[TreeStep] = []
+    for index in range(draw(st.integers(0, 7))):
         chosen = draw(st.lists(st.sampled_from(FIELDS), max_size=5))
         edges = sorted(draw(st.tuples(st.integers(0, 40), st.integers(0, 40))))
+        # Mostly chains, with branches here and there.
+        parent = index - 1 if draw(st.booleans()) else draw(st.integers(-1, index - 1))
+        cut = (
+            None
+            if parent == -1
+            else draw(st.sampled_from([None, None, None, "rewrite", "mismatch", "tools"]))
+        )
+        whole = cut is None or (cut == "tools" and draw(st.booleans()))
         steps.append(
-            StepPath(
+            TreeStep(
                 step_id=f"step-{index}",
+                parent=parent,
                 sampled=draw(st.sampled_from([None, (edges[0], edges[1])])),
                 version=draw(st.sampled_from([None, "1", "2"])),
-                rewrite_at=draw(st.one_of(st.none(), st.none(), st.integers(0, 30))) if index else None,
+                rewrite_at=None if whole else draw(st.integers(0, 30)),
+                cut=cut,
                 receipts=[draw(receipts(numbers, field)) for field in chosen],
             )
         )
@@ -89,54 +101,96 @@ def paths(draw: st.DrawFn) -> list[StepPath]:
 
 
 class Canvas:
-    """The model: one cell a position, no intervals anywhere."""
+    """What one path shows: one cell a position, no intervals anywhere."""
 
     def __init__(self) -> None:
         self.cells: dict[str, list[Cell | None]] = {field.name: [None] * LENGTH for field in FIELDS}
         self.end = 0
-        self.sampled = np.zeros(LENGTH, dtype=bool)
-        self.loss = np.zeros(LENGTH, dtype=bool)
-        self.owned: set[int] = set()
-        self.versions: list[str] = []
+        self.sampler: list[int | None] = [None] * LENGTH
+        """By position, the step that sampled its token first."""
 
-    def rewrite(self, position: int) -> None:
-        for cells in self.cells.values():
-            cells[position:] = [None] * (LENGTH - position)
-        self.end = min(self.end, position)
-        self.sampled[position:] = False
-        self.sampled_before = self.sampled.copy()
-        self.loss[:] = False
-        self.owned = set()
-        self.versions = []
-
-    def lay(self, step: StepPath) -> None:
+    def lay(self, index: int, step: TreeStep) -> None:
+        if step.rewrite_at is not None:
+            for cells in (*self.cells.values(), self.sampler):
+                cells[step.rewrite_at :] = [None] * (LENGTH - step.rewrite_at)
+            self.end = min(self.end, step.rewrite_at)
         by_name = {field.name: field for field in FIELDS}
         for receipt in step.receipts:
             field, cells = by_name[receipt.field], self.cells[receipt.field]
             if receipt.rows and field.domain != "forwarded":
                 self.end = max(self.end, receipt.end)
-            self.owned.update(chunk.chunk_id.value for chunk in receipt.chunks)
             for span in receipt.spans():
                 for offset in range(span.rows):
                     position = span.start + offset
                     if field.overlay == "last" or cells[position] is None:
                         cells[position] = (span.chunk_id.value, span.row + offset)
-        if step.sampled is not None:
-            inside = np.zeros(LENGTH, dtype=bool)
-            inside[slice(*step.sampled)] = True
-            self.loss |= inside & ~getattr(self, "sampled_before", np.zeros(LENGTH, dtype=bool))
-            self.sampled |= inside
-        if step.version is not None and step.version not in self.versions:
-            self.versions.append(step.version)
+        for position in range(*(step.sampled or (0, 0))):
+            if position < self.end and self.sampler[position] is None:
+                self.sampler[position] = index
 
-    def close(self) -> None:
-        self.sampled[self.end :] = False
-        self.loss[self.end :] = False
+    @property
+    def sampled(self) -> np.ndarray:
+        return np.array([step is not None for step in self.sampler])
 
     def domain(self, field: Field) -> np.ndarray:
         inside = np.zeros(LENGTH, dtype=bool)
         inside[: max(self.end - (field.domain == "forwarded"), 0)] = True
         return inside & self.sampled if field.domain == "sampled" else inside
+
+
+@dataclass
+class Wanted:
+    """A segment as the rules spell it."""
+
+    path: list[int]
+    own: set[int]
+    reason: str
+
+
+def path_to(steps: Sequence[TreeStep], index: int) -> list[int]:
+    path = []
+    while index != -1:
+        path.append(index)
+        index = steps[index].parent
+    return path[::-1]
+
+
+def since_cut(steps: Sequence[TreeStep], path: Sequence[int]) -> set[int]:
+    """The steps of a path from its last cut on."""
+    own = set()
+    for index in reversed(path):
+        own.add(index)
+        if steps[index].cut is not None:
+            break
+    return own
+
+
+def wanted_lineage(steps: Sequence[TreeStep]) -> list[Wanted]:
+    wanted: list[Wanted] = []
+    for index in range(len(steps)):
+        children = [child for child in steps if child.parent == index]
+        if any(child.cut is None for child in children):
+            continue
+        path = path_to(steps, index)
+        carried = set().union(*(one.own for one in wanted))
+        reason = children[0].cut if children else "end"
+        wanted.append(Wanted(path, since_cut(steps, path) - carried, reason))
+    return wanted
+
+
+def wanted_timeline(steps: Sequence[TreeStep]) -> list[Wanted]:
+    wanted: list[Wanted] = []
+    own: set[int] = set()
+    for index in range(len(steps)):
+        own.add(index)
+        reason = "end"
+        if index + 1 < len(steps):
+            after = steps[index + 1]
+            reason = (after.cut or "") if after.parent == index else "branch"
+        if reason:
+            wanted.append(Wanted(path_to(steps, index), own, reason))
+            own = set()
+    return wanted
 
 
 def cells_of(spans: Spans) -> list[Cell | None]:
@@ -172,52 +226,74 @@ def owned_of(manifest: Manifest) -> list[int]:
 
 
 @settings(max_examples=400, deadline=None)
-@given(paths())
-def test_segments_equal_the_plain_canvas(steps: list[StepPath]) -> None:
-    segments = compose(steps, FIELDS, lambda index: f"s~{index}")
-    canvas, seen = Canvas(), 0
-    for index, step in enumerate(steps):
-        if step.rewrite_at is not None:
-            canvas.close()
-            check_segment(segments[seen], canvas, f"s~{seen}", "rewrite")
-            seen += 1
-            canvas.rewrite(step.rewrite_at)
-        canvas.lay(step)
-        if index == len(steps) - 1:
-            canvas.close()
-            check_segment(segments[seen], canvas, f"s~{seen}", "end")
-            seen += 1
-    assert len(segments) == seen
+@given(trees(), st.sampled_from(["lineage", "timeline"]))
+def test_segments_equal_the_plain_canvas(steps: list[TreeStep], view: str) -> None:
+    segments = compose(steps, FIELDS, lambda index: f"s~{index}", view)
+    wanted = wanted_lineage(steps) if view == "lineage" else wanted_timeline(steps)
+    assert len(segments) == len(wanted)
+    losses: Counter[tuple[int, int]] = Counter()
+    tokens: set[tuple[int, int]] = set()
+    for number, (segment, want) in enumerate(zip(segments, wanted, strict=True)):
+        canvas = Canvas()
+        for index in want.path:
+            canvas.lay(index, steps[index])
+        assert (segment.manifest.segment_id, segment.finish_reason) == (f"s~{number}", want.reason)
+        check_segment(segment, canvas, steps, want)
+        for position, inside in enumerate(flags(segment.manifest.loss)):
+            if inside:
+                losses[position, canvas.sampler[position]] += 1
+        tokens.update(
+            (position, sampler) for position, sampler in enumerate(canvas.sampler) if sampler is not None
+        )
+    # The promise: whatever was sampled carries loss, and only once.
+    assert set(losses) == tokens
+    assert set(losses.values()) <= {1}
     owned = {chunk for segment in segments for chunk in owned_of(segment.manifest)}
-    assert owned == {
-        chunk.chunk_id.value for step in steps for receipt in step.receipts for chunk in receipt.chunks
-    }
+    assert owned == {chunk for step in steps for chunk in chunks_of(step)}
 
 
-def check_segment(segment: ComposedSegment, canvas: Canvas, segment_id: str, reason: str) -> None:
+def chunks_of(step: TreeStep) -> set[int]:
+    return {chunk.chunk_id.value for receipt in step.receipts for chunk in receipt.chunks}
+
+
+def check_segment(segment: ComposedSegment, canvas: Canvas, steps: Sequence[TreeStep], want: Wanted) -> None:
     manifest = segment.manifest
-    assert (manifest.segment_id, segment.finish_reason) == (segment_id, reason)
     assert manifest.num_tokens == canvas.end
     assert list(manifest.spans) == [field.name for field in FIELDS]
     complete = []
     for field in FIELDS:
         spans, domain = manifest.spans[field.name], canvas.domain(field)
         check_form(spans)
-        wanted = [
+        cells = [
             cell if there else None for cell, there in zip(canvas.cells[field.name], domain, strict=True)
         ]
-        assert cells_of(spans) == wanted, field.name
-        if all(cell is not None for cell, there in zip(wanted, domain, strict=True) if there):
+        assert cells_of(spans) == cells, field.name
+        if all(cell is not None for cell, there in zip(cells, domain, strict=True) if there):
             complete.append(field.name)
     assert list(segment.complete_fields) == complete
     assert flags(manifest.sampled).tolist() == canvas.sampled.tolist()
-    assert flags(manifest.loss).tolist() == canvas.loss.tolist()
-    assert segment.loss_tokens == int(canvas.loss.sum())
-    assert list(segment.versions) == canvas.versions
+    loss = [step in want.own for step in canvas.sampler]
+    assert flags(manifest.loss).tolist() == loss
+    assert segment.loss_tokens == sum(loss)
+    own = [steps[index].version for index in want.path if index in want.own]
+    assert list(segment.versions) == list(dict.fromkeys(version for version in own if version is not None))
+    check_versions(manifest, canvas, steps)
     shown = {chunk.value for spans in manifest.spans.values() for chunk in chunk_ids(spans)}
-    assert owned_of(manifest) == sorted(canvas.owned | shown)
+    own_chunks = {chunk for index in want.own for chunk in chunks_of(steps[index])}
+    assert owned_of(manifest) == sorted(own_chunks | shown)
     decoded = Manifest.decode(manifest.encode())
     assert decoded.parts() == manifest.parts()
+
+
+def check_versions(manifest: Manifest, canvas: Canvas, steps: Sequence[TreeStep]) -> None:
+    """Each sampled token has the version of the step that sampled it first; ranges are as long as can be."""
+    painted: list[str | None] = [None] * LENGTH
+    last = (-1, "")
+    for start, end, version in manifest.versions:
+        assert start < end and last[0] <= start and last != (start, version)
+        painted[start:end] = [version] * (end - start)
+        last = (end, version)
+    assert painted == [None if step is None else steps[step].version for step in canvas.sampler]
 
 
 @st.composite
@@ -276,6 +352,7 @@ def test_union_and_subtract_equal_masks(one: np.ndarray, other: np.ndarray) -> N
 @given(pairs, st.integers(0, 40))
 def test_domains_equal_masks(sampled: np.ndarray, num_tokens: int) -> None:
     canvas = Canvas()
-    canvas.end, canvas.sampled = num_tokens, flags(union(sampled))
+    canvas.end = num_tokens
+    canvas.sampler = [0 if inside else None for inside in flags(union(sampled))]
     for field in FIELDS:
         assert flags(domain_ranges(field, num_tokens, sampled)).tolist() == canvas.domain(field).tolist()

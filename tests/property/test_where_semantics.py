@@ -140,17 +140,16 @@ def duck() -> duckdb.DuckDBPyConnection:
 
 def in_duckdb(duck: duckdb.DuckDBPyConnection, data: list[Row], clause: str) -> list[int] | None:
     duck.execute("DELETE FROM rows")
-    duck.executemany(
-        "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        [(number, *row) for number, row in enumerate(data)],
-    )
+    place = f"({', '.join('?' * (len(data[0]) + 1))})"
+    values = [value for number, row in enumerate(data) for value in (number, *row)]
+    duck.execute(f"INSERT INTO rows VALUES {', '.join([place] * len(data))}", values)
     try:
         return [int(row[0]) for row in duck.execute(f"SELECT id FROM rows {clause}").fetchall()]
     except (duckdb.OutOfRangeException, duckdb.ConversionException):
         return None  # an overflow, of which the module says that it is no error here
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=rows, text=conditions)
 def test_where_selects_what_duckdb_selects(
     duck: duckdb.DuckDBPyConnection, data: list[Row], text: str

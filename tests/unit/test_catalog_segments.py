@@ -94,12 +94,6 @@ class TestFinalize:
         with pytest.raises(errors.NotFound, match="no session 'x'"):
             scene.finalize("x")
 
-    def test_the_timeline_is_not_there_yet(self, scene: Scene) -> None:
-        scene.session("s")
-        command = FinalizeSession(run="demo", epoch=0, session_id="s", view="timeline")
-        with pytest.raises(errors.Unsupported, match="'timeline'"):
-            scene.catalog.execute(command)
-
     def test_an_ended_session_cannot_be_finalized(self, scene: Scene) -> None:
         scene.session("s")
         scene.catalog.execute(AbortSession(run="demo", epoch=0, session_id="s", reason="gone"))

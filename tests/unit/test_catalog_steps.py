@@ -143,6 +143,7 @@ class TestSteps:
         assert scene.commit(scene.step("s", "one", second)).step_index == 0
         assert scene.pins.pinned == set(chunk_ids([first]))
         assert scene.catalog.chunk_states(chunk_ids([second])) == [None]
+        assert scene.released == []
 
     def test_another_step_of_the_same_id_is_a_conflict(self, scene: Scene) -> None:
         scene.session("s")
@@ -160,10 +161,12 @@ class TestSteps:
             scene.commit(scene.step("s", "one", parent="zero"))
         scene.commit(scene.step("s", "one"))
         scene.commit(scene.step("s", "two", parent="one"))
-        receipt = scene.receipt()
-        with pytest.raises(errors.Unsupported, match="parent 'one' is not the session's last step 'two'"):
-            scene.commit(scene.step("s", "three", receipt, parent="one"))
-        assert scene.pins.pinned == set()
+        scene.commit(scene.step("s", "three", parent="one"))
+        scene.commit(scene.step("s", "four"))
+        scene.commit(scene.step("s", "five", parent=""))
+        parents = {row["step_id"]: row["parent_id"] for row in scene.rows("steps")}
+        assert parents == {"one": None, "two": "one", "three": "one", "four": "three", "five": None}
+        assert scene.session("s").last_step == "five"
 
     def test_fields_of_every_token_end_together(self, scene: Scene) -> None:
         from arrow_tq_schemas.fields import Field
@@ -192,7 +195,7 @@ class TestSteps:
             return Receipt(run="demo", epoch=0, field=field, start=start, rows=rows, chunks=[other])
 
         cases = [
-            (changed(rows=3), errors.RowCountMismatch, "has 4 rows, its receipt 3"),
+            (changed(rows=5), errors.RowCountMismatch, "has 4 rows, its receipt 5"),
             (changed(start=1), errors.InvalidInput, "has run, epoch, field and start"),
             (changed(field="logprobs"), errors.InvalidInput, "has run, epoch, field and start"),
             (changed(field="nothing"), errors.NotFound, "no field 'nothing'"),
@@ -205,7 +208,8 @@ class TestSteps:
             with pytest.raises(kind, match=message):
                 scene.commit(scene.step("s", "one", receipt))
         assert (scene.rows("steps"), scene.pins.pinned) == ([], set())
-        scene.commit(scene.step("s", "one", right))
+        scene.commit(scene.step("s", "one", changed(rows=3)))
+        assert [row["rows"] for row in scene.rows("chunks")] == [3], "a receipt may trim its chunk"
 
     def test_a_missing_layer_group_is_lost(self, scene: Scene) -> None:
         scene.session("s")
@@ -292,21 +296,28 @@ class TestSteps:
             scene.receipt("token_ids", 4, 3),
         )
         one, two, three = (receipt.chunks[0].chunk_id for receipt in (first, second, third))
-        assert scene.catalog.token_spans("demo", "s")[1] == 0
+
+        def shown(**place: object) -> tuple[list[Span], int, int]:
+            path, steps = scene.catalog.token_path(scene.step("s", "next", **place))
+            return from_spans(path.spans), path.end, steps
+
+        assert shown() == ([], 0, 0)
         scene.commit(scene.step("s", "one", first))
         scene.commit(scene.step("s", "two", second))
-        spans, end = scene.catalog.token_spans("demo", "s")
-        assert from_spans(spans) == [Span(0, one, 0, 6), Span(6, two, 0, 2), Span(8, one, 8, 2)]
-        assert end == 10
+        assert shown() == ([Span(0, one, 0, 6), Span(6, two, 0, 2), Span(8, one, 8, 2)], 10, 2)
         scene.commit(scene.step("s", "three", third), rewrite_at=5)
-        spans, end = scene.catalog.token_spans("demo", "s")
-        assert from_spans(spans) == [Span(0, one, 0, 4), Span(4, three, 0, 3)]
-        assert end == 7
+        wanted = [Span(0, one, 0, 4), Span(4, three, 0, 3)], 7, 3
+        assert shown() == wanted
         scene.reopen()
-        again, end = scene.catalog.token_spans("demo", "s")
-        assert (from_spans(again), end) == (from_spans(spans), 7)
+        assert shown() == wanted
+        # A step elsewhere in the tree sees its own path.
+        assert shown(parent="one") == ([Span(0, one, 0, 10)], 10, 3)
+        assert shown(parent="") == ([], 0, 3)
+        assert shown(retry_of="three")[:2] == shown(parent="two")[:2]
         with pytest.raises(errors.NotFound, match="no session 'x'"):
-            scene.catalog.token_spans("demo", "x")
+            scene.catalog.token_path(scene.step("x", "next"))
+        with pytest.raises(errors.NotFound, match="no step 'four'"):
+            shown(parent="four")
 
 
 ROWS = st.integers(1, 50)

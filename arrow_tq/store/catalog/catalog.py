@@ -10,7 +10,7 @@ from typing import TypeVar
 import pyarrow as pa
 
 from arrow_tq.calls import write_table
-from arrow_tq.store.catalog import changes, discards, leases, runs as run_rows, segments, sessions
+from arrow_tq.store.catalog import changes, discards, leases, runs as run_rows, segments, sessions, tree
 from arrow_tq.store.catalog.chunk_rows import read_states
 from arrow_tq.store.catalog.claiming import Claiming
 from arrow_tq.store.catalog.claims import claim_table, keep_table
@@ -20,14 +20,15 @@ from arrow_tq.store.catalog.database import Readers, checkpoint, open_checkpoint
 from arrow_tq.store.catalog.expiry import expire_all, something_is_due
 from arrow_tq.store.catalog.finalize import compose_session, store_segments
 from arrow_tq.store.catalog.gauges import read_gauges
-from arrow_tq.store.catalog.paths import TokenPaths
+from arrow_tq.store.catalog.paths import TokenPath, TokenPaths
 from arrow_tq.store.catalog.requests import once
 from arrow_tq.store.catalog.runs import CommittedRuns, WriterRuns
 from arrow_tq.store.catalog.step_plans import StepPlan, plan_step
-from arrow_tq.store.catalog.steps import commit_step
+from arrow_tq.store.catalog.steps import commit_step, find_receipts
 from arrow_tq.store.catalog.waiting import Waiters
 from arrow_tq.store.catalog.writer import Again, Apply, Outcome, Writer
 from arrow_tq_schemas.commands import (
+    AbandonStep,
     AbortSession,
     AttachClaim,
     Claim,
@@ -53,7 +54,7 @@ from arrow_tq_schemas.commands import (
 )
 from arrow_tq_schemas.errors import ArrowTQError, Busy, InvalidInput, Unsupported
 from arrow_tq_schemas.ids import ChunkId
-from arrow_tq_schemas.spans import Spans
+from arrow_tq_schemas.receipts import Receipt
 
 Result = TypeVar("Result")
 FINALIZE_TRIES_MAX = 20
@@ -84,7 +85,7 @@ class Catalog:
         self._checkpointer = open_checkpointer(config.path)
         self._runs = CommittedRuns(self._readers)
         self._writer_runs = WriterRuns()
-        self._paths = TokenPaths(config.paths_cached_max)
+        self._paths = TokenPaths(config.paths_cached_max, config.path_spans_cached_max)
         self._claiming = Claiming(self._readers, self._runs, self._writer_runs, self._waiters, self._mutate)
         self._upkeep = threading.Lock()
         self._commits = 0
@@ -137,6 +138,8 @@ class Catalog:
             return lambda change: sessions.open_session(change, runs, command)
         if isinstance(command, CloseGroup):
             return lambda change: sessions.close_group(change, runs, command)
+        if isinstance(command, AbandonStep):
+            return lambda change: tree.abandon_step(change, runs, command)
         if isinstance(command, AbortSession):
             return lambda change: discards.abort_session(change, runs, command)
         if isinstance(command, AttachClaim):
@@ -190,8 +193,8 @@ class Catalog:
 
         Args:
             commits: whole steps; those of one session in their order.
-            rewrites: by run, session and step id, the first position whose token ids differ from the
-                session's before.
+            rewrites: by run, session and step id, the first position whose token ids differ from those
+                on the step's path.
         """
         results: list[StepResult | None] = [None] * len(commits)
         planned: list[int] = []
@@ -205,20 +208,32 @@ class Catalog:
             planned.append(index)
             applies.append(commit_step(plan, self._writer_runs, self._pins))
         outcomes = self._writer.run(applies) if applies else []
+        released = [chunk_id for outcome in outcomes for chunk_id in outcome.released]
+        if released:
+            self._on_released(released)
         for index, outcome in zip(planned, outcomes, strict=True):
             results[index] = self._step_result(commits[index], outcome)
         return [result for result in results if result is not None]
 
-    def token_spans(self, run: str, session_id: str) -> tuple[Spans, int]:
-        """Spans of the token ids that the session's current path shows, ascending; and its end.
+    def token_path(self, commit: StepCommit) -> tuple[TokenPath, int]:
+        """The token ids before a step that is to be committed, on its own path; and the session's steps.
 
         Raises:
-            NotFound: no such run or session.
+            NotFound: no such run, session or parent.
+            Conflict: nothing can follow its parent.
         """
+        run = self._runs.get(commit.run)
+        with self._readers.snapshot() as connection:
+            session = sessions.get_session(connection, run, commit.session_id)
+            parent = tree.find_parent(connection, session, commit.step_id, commit.parent, commit.retry_of)
+            return self._paths.read(connection, session.id, parent), session.steps
+
+    def step_receipts(self, run: str, session_id: str, step_id: str) -> list[Receipt]:
+        """What a committed step attached; nothing where there is no such step."""
         record = self._runs.get(run)
         with self._readers.snapshot() as connection:
-            path = self._paths.read(connection, record, session_id)
-        return path.spans, path.end
+            session = sessions.get_session(connection, record, session_id)
+            return find_receipts(connection, session.id, step_id, run)
 
     # -- what others ask -----------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ _SELECTS: dict[str, tuple[str, Mapping[str, str], str, str]] = {
     ),
     "steps": (
         "steps",
-        {"run": "runs.run", "session_id": "sessions.session_id", "status": "'committed'"},
+        {"run": "runs.run", "session_id": "sessions.session_id"},
         _SESSION_RUN.format(table="steps"),
         "NULL",
     ),

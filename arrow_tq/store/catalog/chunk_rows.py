@@ -62,6 +62,20 @@ def release_unheld(change: Change, session: int) -> None:
     change.released += all_groups(freed)
 
 
+def release_chunks(change: Change, ids: Sequence[bytes]) -> None:
+    """Free chunks that no segment keeps, by id (group 0)."""
+    freed = [
+        row
+        for chunk_id in ids
+        for row in change.execute(
+            "UPDATE chunks SET state = 'released', rev = ? "
+            "WHERE chunk_id = ? AND state = 'committed' AND holds = 0 RETURNING chunk_id, groups",
+            (change.rev, chunk_id),
+        )
+    ]
+    change.released += all_groups(freed)
+
+
 def all_groups(rows: Iterable[tuple[bytes, int]]) -> list[ChunkId]:
     """Ids of every layer group of these chunks."""
     ids = []

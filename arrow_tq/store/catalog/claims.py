@@ -13,6 +13,7 @@ from arrow_tq.calls import write_table
 from arrow_tq.store.catalog.chunk_rows import drop_holds
 from arrow_tq.store.catalog.columns import read_kinds
 from arrow_tq.store.catalog.database import row_list
+from arrow_tq.store.catalog.other_views import give_up_other_views
 from arrow_tq.store.catalog.runs import RunRecord, WriterRuns
 from arrow_tq.store.catalog.segment_rows import segment_table
 from arrow_tq.store.catalog.writer import Again, Change
@@ -153,6 +154,8 @@ def finish(change: Change, claim: ClaimRow) -> int:
         "UPDATE segment_tasks SET state = 'done' WHERE claim = ? AND state = 'claimed'", (claim.id,)
     )
     count = change.connection.changes()
+    rows: Any = change.execute("SELECT segment FROM claim_segments WHERE claim = ?", (claim.id,))
+    give_up_other_views(change, [row for (row,) in rows])
     _close(change, claim.id, "done")
     return count
 

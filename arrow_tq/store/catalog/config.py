@@ -24,7 +24,8 @@ class CatalogConfig:
         queue_wait_s: how long a caller waits for that room before ``Busy``.
         readers_max: connections that read at the same time at most.
         reader_wait_s: how long a reader waits for one before ``Busy``.
-        paths_cached_max: sessions whose token spans are kept in memory at most.
+        paths_cached_max: steps whose path's token spans are kept in memory at most.
+        path_spans_cached_max: spans of all of these together at most.
         wal_bytes_max: size of the write-ahead log from which a commit itself checkpoints it.
         gauges_ttl_s: age at which gauges are counted again.
     """
@@ -37,6 +38,7 @@ class CatalogConfig:
     readers_max: int = 8
     reader_wait_s: float = 30.0
     paths_cached_max: int = 4096
+    path_spans_cached_max: int = 1 << 20
     wal_bytes_max: int = 64 << 20
     gauges_ttl_s: float = 0.25
 

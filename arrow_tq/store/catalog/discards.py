@@ -7,6 +7,7 @@ from typing import Any
 
 from arrow_tq.store.catalog.chunk_rows import drop_holds, release_unheld
 from arrow_tq.store.catalog.database import row_list
+from arrow_tq.store.catalog.other_views import give_up_other_views
 from arrow_tq.store.catalog.runs import WriterRuns
 from arrow_tq.store.catalog.segment_names import Named, resolve_names
 from arrow_tq.store.catalog.segments import Clause
@@ -87,6 +88,7 @@ def discard_segments(change: Change, rows: Sequence[int], reason: str) -> int:
         "WHERE id IN (SELECT value FROM json_each(?))",
         (reason, change.now_us, change.rev, chosen),
     )
+    give_up_other_views(change, live)
     _count(change, reason, len(live))
     # What is left of its session or group may be whole now.
     change.wakes = True

@@ -10,7 +10,7 @@ import apsw
 from arrow_tq.store.catalog.discards import discard_segments, end_session
 from arrow_tq.store.catalog.leases import expire_claims
 from arrow_tq.store.catalog.requests import prune
-from arrow_tq.store.catalog.sessions import OPEN, SessionRow
+from arrow_tq.store.catalog.sessions import OPEN, SESSION_COLUMNS, SessionRow
 from arrow_tq.store.catalog.writer import Change
 
 EXPIRED = "expired"
@@ -42,8 +42,7 @@ def expire_all(change: Change, request_ttl_s: float) -> None:
 def expire_sessions(change: Change) -> int:
     """End open sessions past their time to live, and free finished ones that no task reads."""
     late: list[Any] = change.execute(
-        "SELECT id, session_id, group_id, status, reason, task_set, steps, last_step, columns, ttl_us "
-        "FROM sessions WHERE expires_at IS NOT NULL AND expires_at <= ? LIMIT ?",
+        f"SELECT {SESSION_COLUMNS} FROM sessions WHERE expires_at IS NOT NULL AND expires_at <= ? LIMIT ?",
         (change.now_us, SESSIONS_MAX),
     ).fetchall()
     for row in late:

@@ -10,17 +10,18 @@ from typing import Any
 import apsw
 import numpy as np
 
-from arrow_tq.store.catalog.chunk_rows import release_unheld, take_holds
+from arrow_tq.store.catalog.chunk_rows import RELEASED, release_unheld, take_holds
 from arrow_tq.store.catalog.columns import check_reward, columns_text, learn_kinds, parse_columns
 from arrow_tq.store.catalog.receipt_blobs import decode_receipts
 from arrow_tq.store.catalog.runs import RunRecord, WriterRuns
-from arrow_tq.store.catalog.sessions import FINALIZED, SessionRow, get_session
+from arrow_tq.store.catalog.sessions import FINALIZED, OPEN, SessionRow, get_session
 from arrow_tq.store.catalog.task_sets import NOBODY
 from arrow_tq.store.catalog.versions import version_ordinal
 from arrow_tq.store.catalog.writer import Again, Change
-from arrow_tq.store.compose import ComposedSegment, StepPath, compose
+from arrow_tq.store.compose import ComposedSegment, TreeStep, compose
+from arrow_tq.store.trees import NO_PARENT
 from arrow_tq_schemas.commands import FinalizeSession, SegmentInfo, SegmentInfos
-from arrow_tq_schemas.errors import InternalError, SessionClosed, Unsupported
+from arrow_tq_schemas.errors import ChunkReleased, InternalError, SessionClosed
 from arrow_tq_schemas.manifests import Manifest
 from arrow_tq_schemas.names import segment_id
 
@@ -30,76 +31,92 @@ _INSERT_SEGMENT = (
     " complete_fields, finish_reason, status, columns, task_set, created_at, updated_at, rev)"
     " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'ready', ?, ?, ?, ?, ?)"
 )
+_ChunkRows = dict[bytes, tuple[int, str]]
+"""Row and state of a session's chunks by id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """A session's segments, composed from its first ``steps`` steps."""
+    """A session's segments in one view, composed from its steps as they were at revision ``rev``."""
 
     reward: float | None
     columns: dict[str, object]
-    steps: int
+    rev: int
+    """Of the session's row, which every change of its tree touches."""
     segments: list[ComposedSegment]
     manifests: list[bytes]
 
 
 def compose_session(connection: apsw.Connection, run: RunRecord, command: FinalizeSession) -> Composition:
-    """Compose from one snapshot; a session that is not open gives no segments (``store_segments`` decides).
+    """Compose from one snapshot. Where there is nothing to compose (the session was aborted, the view
+    is finalized already), there are no segments, and ``store_segments`` decides.
 
     Raises:
-        Unsupported: the timeline view.
         NotFound: no such session.
         InvalidInput: the reward or a column.
     """
-    if command.view != "lineage":
-        raise Unsupported(f"session {command.session_id!r}: the view {command.view!r} is not there yet")
     reward, columns = check_reward(command.reward), parse_columns(command.columns)
     session = get_session(connection, run, command.session_id)
-    if session.status != "open":
-        return Composition(reward, columns, session.steps, [], [])
-    rows = connection.execute(
-        "SELECT step_id, sampled_start, sampled_end, version, rewrite_at, receipts FROM steps "
-        "WHERE session = ? ORDER BY step_index",
-        (session.id,),
-    )
-    steps = [
-        StepPath(
-            step_id=step_id,
-            sampled=None if start is None else (start, end),
-            version=version,
-            rewrite_at=rewrite_at,
-            receipts=decode_receipts(blob, run.name, run.epoch),
-        )
-        for step_id, start, end, version, rewrite_at, blob in rows
-    ]
+    if session.status not in (OPEN, FINALIZED) or _before(connection, session, command.view) is not None:
+        return Composition(reward, columns, session.rev, [], [])
     segments = compose(
-        steps,
+        _read_tree(connection, run, session.id),
         list(run.fields.values()),
         lambda index: segment_id(command.session_id, command.view, index),
+        command.view,
     )
     manifests = [segment.manifest.encode() for segment in segments]
-    return Composition(reward, columns, session.steps, segments, manifests)
+    return Composition(reward, columns, session.rev, segments, manifests)
+
+
+def _read_tree(connection: apsw.Connection, run: RunRecord, session: int) -> list[TreeStep]:
+    """The session's steps that count, in commit order."""
+    rows = connection.execute(
+        "SELECT step_id, parent_id, sampled_start, sampled_end, version, rewrite_at, cut, receipts "
+        "FROM steps WHERE session = ? AND status = 'committed' ORDER BY step_index",
+        (session,),
+    )
+    steps: list[TreeStep] = []
+    places: dict[str, int] = {}
+    for step_id, parent, start, end, version, rewrite_at, cut, blob in rows:
+        places[step_id] = len(steps)
+        steps.append(
+            TreeStep(
+                step_id=step_id,
+                parent=NO_PARENT if parent is None else places[parent],
+                sampled=None if start is None else (start, end),
+                version=version,
+                rewrite_at=rewrite_at,
+                cut=cut,
+                receipts=decode_receipts(blob, run.name, run.epoch),
+            )
+        )
+    return steps
 
 
 def store_segments(
     composed: Composition, runs: WriterRuns, command: FinalizeSession
 ) -> Callable[[Change], SegmentInfos]:
-    """The operation that ends the session with these segments, or finds that it did so before."""
+    """The operation that ends the session with these segments, or finds that it did so before.
+
+    A session that is finalized in one view can still be in the other, while all of it is there.
+    """
 
     def apply(change: Change) -> SegmentInfos:
         run = runs.get(change, command.run)
         run.check_epoch(command.epoch)
         session = get_session(change.connection, run, command.session_id)
-        if session.status == FINALIZED:
-            return _finalized_before(change, session, command, composed)
-        session.check_open()
-        if session.steps != composed.steps:
+        before = _before(change.connection, session, command.view)
+        if before is not None:
+            return _finalized_before(change, session, command, composed, before)
+        if session.status != FINALIZED:
+            session.check_open()
+        if session.rev != composed.rev:
             raise Again(f"session {session.session_id!r} went on while it was finalized")
         merged = {**json.loads(session.columns), **composed.columns}
         if composed.segments:
             learn_kinds(change, run.id, "segments", merged)
-        stored: Any = change.execute("SELECT chunk_id, id FROM chunks WHERE session = ?", (session.id,))
-        chunks: dict[bytes, int] = dict(stored)
+        chunks = _chunk_rows(change, session.id)
         names = change.execute("SELECT tasks FROM task_sets WHERE id = ?", (session.task_set,)).get
         tasks: list[str] = json.loads(names)
         text = columns_text(merged)
@@ -127,7 +144,7 @@ def _insert(
     index: int,
     columns: str,
     tasks: list[str],
-    chunks: dict[bytes, int],
+    chunks: _ChunkRows,
 ) -> None:
     segment = composed.segments[index]
     ordered = sorted((version_ordinal(change, run.id, version), version) for version in segment.versions)
@@ -155,18 +172,38 @@ def _insert(
     )
 
 
-def _owned_rows(manifest: Manifest, chunks: dict[bytes, int]) -> list[int]:
-    """Rows of the chunks table for the manifest's owned ids."""
+def _chunk_rows(change: Change, session: int) -> _ChunkRows:
+    return {
+        chunk_id: (row, state)
+        for chunk_id, row, state in change.execute(
+            "SELECT chunk_id, id, state FROM chunks WHERE session = ?", (session,)
+        )
+    }
+
+
+def _owned_rows(manifest: Manifest, chunks: _ChunkRows) -> list[int]:
+    """Rows of the chunks table for the manifest's owned ids.
+
+    Raises:
+        ChunkReleased: segments of the other view were trained or discarded, and freed one, before.
+    """
     halves = np.stack([manifest.owned["high"], manifest.owned["low"]], axis=1).astype(">u8").tobytes()
     rows = []
     for place in range(0, len(halves), 16):
-        found = chunks.get(halves[place : place + 16])
-        if found is None:
+        chunk_id = halves[place : place + 16]
+        row, state = chunks.get(chunk_id, (0, None))
+        if state is None:
             raise InternalError(
-                f"segment {manifest.segment_id!r} owns chunk {halves[place : place + 16].hex()}, "
+                f"segment {manifest.segment_id!r} owns chunk {chunk_id.hex()}, "
                 "which no step of its session attached"
             )
-        rows.append(found)
+        if state == RELEASED:
+            raise ChunkReleased(
+                f"segment {manifest.segment_id!r}: chunk {chunk_id.hex()} was released by the segments of "
+                "another view: finalize each view before another's segments are released or discarded",
+                ids=[chunk_id.hex()],
+            )
+        rows.append(row)
     return rows
 
 
@@ -179,17 +216,26 @@ def _end(change: Change, session: SessionRow, lasting: bool) -> None:
     )
 
 
-def _finalized_before(
-    change: Change, session: SessionRow, command: FinalizeSession, composed: Composition
-) -> SegmentInfos:
-    before = change.execute(
-        "SELECT reward, columns FROM finalized WHERE session = ? AND view = ?", (session.id, command.view)
+def _before(connection: apsw.Connection, session: SessionRow, view: str) -> tuple[object, ...] | None:
+    """Reward and columns with which the view was finalized."""
+    found: Any = connection.execute(
+        "SELECT reward, columns FROM finalized WHERE session = ? AND view = ?", (session.id, view)
     ).fetchone()
+    return None if found is None else tuple(found)
+
+
+def _finalized_before(
+    change: Change,
+    session: SessionRow,
+    command: FinalizeSession,
+    composed: Composition,
+    before: tuple[object, ...],
+) -> SegmentInfos:
     now = (composed.reward, columns_text(composed.columns))
     if before != now:
         raise SessionClosed(
-            f"session {session.session_id!r} is finalized already with reward and columns {before}, "
-            f"not {now}; use update for values that come later",
+            f"session {session.session_id!r} is finalized already with reward and columns {before} in the "
+            f"view {command.view!r}, not {now}; use update for values that come later",
             session_id=session.session_id,
             status=FINALIZED,
         )

@@ -126,7 +126,22 @@ CREATE INDEX requests_created ON requests (created_at);
 CREATE TABLE discards (reason TEXT PRIMARY KEY, count INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 """
 
-MIGRATIONS: tuple[str, ...] = (_VERSION_1,)
+_VERSION_2 = """
+ALTER TABLE steps ADD COLUMN status TEXT NOT NULL DEFAULT 'committed';
+ALTER TABLE steps ADD COLUMN tools_hash TEXT;
+ALTER TABLE steps ADD COLUMN retry_of TEXT;
+ALTER TABLE steps ADD COLUMN cut TEXT;
+UPDATE steps SET cut = 'rewrite' WHERE rewrite_at IS NOT NULL AND parent_id IS NOT NULL;
+
+ALTER TABLE sessions ADD COLUMN fences INTEGER NOT NULL DEFAULT 0;
+CREATE TABLE fences (
+    session INTEGER NOT NULL, step_id TEXT NOT NULL, superseded_by TEXT NOT NULL,
+    PRIMARY KEY (session, step_id)
+) STRICT, WITHOUT ROWID;
+"""
+"""A tree of steps: which are left out, what ends a segment, and attempts whose retry came before them."""
+
+MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2)
 """Element n takes a file from ``user_version`` n to n + 1. Never edited once released."""
 
 

@@ -63,9 +63,14 @@ def resolve_segments(connection: apsw.Connection, run: RunRecord, ids: Sequence[
     """
     named = resolve_names(connection, run, ids, view)
     for session in named.sessions:
-        if session.status != FINALIZED:
+        done = connection.execute(
+            "SELECT 1 FROM finalized WHERE session = ? AND view = ?", (session.id, view)
+        ).get
+        if done is None:
+            elsewhere = " in another view" if session.status == FINALIZED else ""
             raise NotFound(
-                f"session {session.session_id!r} is {session.status}: it has no segments in view {view!r}",
+                f"session {session.session_id!r} is {session.status}{elsewhere}: it has no segments in view "
+                f"{view!r}",
                 id=session.session_id,
             )
     return named.segments

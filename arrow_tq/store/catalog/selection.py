@@ -133,9 +133,9 @@ def find_stale(connection: apsw.Connection, wish: Wish, whole_groups: bool) -> l
             rows.update(
                 row
                 for (row,) in connection.execute(
-                    "SELECT id FROM segments WHERE run = ? AND status = 'ready' AND "
+                    "SELECT id FROM segments WHERE run = ? AND view = ? AND status = 'ready' AND "
                     + ("session = ?" if group is None else "group_id = ?"),
-                    (wish.run.id, session if group is None else group),
+                    (wish.run.id, wish.view, session if group is None else group),
                 )
             )
     return sorted(rows)
@@ -185,16 +185,21 @@ def _is_whole(connection: apsw.Connection, wish: Wish, unit: object, ready: int)
 
 
 def _group_is_whole(connection: apsw.Connection, wish: Wish, group: object) -> bool:
-    """No session of it is open, and ``group_size`` have ended or no more will come."""
+    """No session of it is open, each has this view, and ``group_size`` have ended or no more will come.
+
+    What is finalized in another view alone may still get this one, until the group is closed.
+    """
     counts: Any = connection.execute(
-        "SELECT count(*), count(*) FILTER (WHERE status = 'open') FROM sessions "
-        "WHERE run = ? AND group_id = ?",
-        (wish.run.id, group),
+        "SELECT count(*), count(*) FILTER (WHERE status = 'open'), count(*) FILTER ("
+        "WHERE status = 'finalized' AND NOT EXISTS ("
+        "SELECT 1 FROM finalized WHERE session = sessions.id AND view = ?)) "
+        "FROM sessions WHERE run = ? AND group_id = ?",
+        (wish.view, wish.run.id, group),
     ).fetchone()
-    total, still_open = counts
+    total, still_open, elsewhere = counts
     if still_open:
         return False
-    if wish.group_size is None or total >= wish.group_size:
+    if not elsewhere and (wish.group_size is None or total >= wish.group_size):
         return True
     closed = connection.execute(
         "SELECT 1 FROM closed_groups WHERE run = ? AND group_id = ?", (wish.run.id, group)

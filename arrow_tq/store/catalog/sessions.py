@@ -9,7 +9,7 @@ from typing import Any
 import apsw
 
 from arrow_tq.store.catalog.columns import columns_text, learn_kinds, parse_columns
-from arrow_tq.store.catalog.receipt_blobs import decode_receipts
+from arrow_tq.store.catalog.paths import path_ends
 from arrow_tq.store.catalog.runs import RunRecord, WriterRuns
 from arrow_tq.store.catalog.task_sets import task_set
 from arrow_tq.store.catalog.writer import Change
@@ -19,6 +19,10 @@ from arrow_tq_schemas.names import check_id, check_session
 
 OPEN = "open"
 FINALIZED = "finalized"
+SESSION_COLUMNS = (
+    "id, session_id, group_id, status, reason, task_set, steps, last_step, columns, ttl_us, fences, rev"
+)
+"""What a ``SessionRow`` is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,9 @@ class SessionRow:
     last_step: str | None
     columns: str
     ttl_us: int | None
+    fences: int
+    """Steps that may not come any more, because a retry of them came first."""
+    rev: int
 
     def check_open(self) -> None:
         """Raises ``SessionClosed`` naming the status."""
@@ -49,9 +56,7 @@ class SessionRow:
 
 def find_session(connection: apsw.Connection, run: RunRecord, session_id: str) -> SessionRow | None:
     row: Any = connection.execute(
-        "SELECT id, session_id, group_id, status, reason, task_set, steps, last_step, columns, ttl_us "
-        "FROM sessions WHERE run = ? AND session_id = ?",
-        (run.id, session_id),
+        f"SELECT {SESSION_COLUMNS} FROM sessions WHERE run = ? AND session_id = ?", (run.id, session_id)
     ).fetchone()
     return None if row is None else SessionRow(*row)
 
@@ -88,7 +93,7 @@ def open_session(change: Change, runs: WriterRuns, command: OpenSession) -> Sess
         group=session.group_id,
         status=session.status,
         last_step=session.last_step,
-        ends=_ends(change.connection, session.id) if session.steps else {},
+        ends=path_ends(change.connection, session.id, session.last_step),
     )
 
 
@@ -151,13 +156,3 @@ def _open_again(
 def _is_closed(change: Change, run: RunRecord, group: str) -> bool:
     row = change.execute("SELECT 1 FROM closed_groups WHERE run = ? AND group_id = ?", (run.id, group)).get
     return row is not None
-
-
-def _ends(connection: apsw.Connection, session: int) -> dict[str, int]:
-    """By field, the largest end of what steps wrote."""
-    ends: dict[str, int] = {}
-    for (blob,) in connection.execute("SELECT receipts FROM steps WHERE session = ?", (session,)):
-        for receipt in decode_receipts(blob, "", 0):
-            if receipt.rows:
-                ends[receipt.field] = max(ends.get(receipt.field, 0), receipt.end)
-    return ends

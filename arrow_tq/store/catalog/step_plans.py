@@ -50,9 +50,12 @@ class StepPlan:
 def plan_step(run: RunRecord, commit: StepCommit, rewrite_at: int | None, pins: ChunkPins) -> StepPlan:
     """Raises ``InvalidInput`` where the step cannot even be looked up; the rest waits in ``problem``."""
     check_id(commit.step_id, "step id")
-    for text, what in ((commit.parent, "parent step id"), (commit.version, "version")):
+    named = (commit.parent or None, "parent step id"), (commit.retry_of, "retried step id")
+    for text, what in (*named, (commit.version, "version"), (commit.tools, "tools")):
         if text is not None:
             check_id(text, what)
+    if commit.retry_of == commit.step_id:
+        raise InvalidInput(f"step {commit.step_id!r} retries itself: a retry has an id of its own")
     problem: ArrowTQError | None = None
     chunks: list[ChunkRow] = []
     ids: list[ChunkId] = []
@@ -153,7 +156,8 @@ def _check_header(
     header = pins.header(chunk_id)
     if header is None:
         raise lost(commit.step_id, [chunk_id])
-    if header.rows != chunk.rows:
+    # Fewer are fine: a recorder trims what its engine took back.
+    if header.rows < chunk.rows:
         raise RowCountMismatch(
             f"step {commit.step_id!r}: chunk {chunk_id.hex} has {header.rows} rows, its receipt {chunk.rows}",
             stored=header.rows,

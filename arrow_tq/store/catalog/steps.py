@@ -1,4 +1,4 @@
-"""Steps: committed whole, once, in the order of their session."""
+"""Steps: committed whole, once, each after its parent."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from arrow_tq.store.catalog.receipt_blobs import decode_receipts
 from arrow_tq.store.catalog.runs import WriterRuns
 from arrow_tq.store.catalog.sessions import SessionRow, get_session
 from arrow_tq.store.catalog.step_plans import ChunkRow, StepPlan, lost
+from arrow_tq.store.catalog.tree import ROOT, check_fence, cut_reason, find_parent, supersede
 from arrow_tq.store.catalog.writer import Change
-from arrow_tq_schemas.commands import StepCommit
-from arrow_tq_schemas.errors import ArrowTQError, Conflict, NotFound, Unsupported
+from arrow_tq_schemas.errors import ArrowTQError, Conflict
 from arrow_tq_schemas.receipts import Receipt
 
 _FIND_STEP = (
-    "SELECT step_index, version, sampled_start, sampled_end, messages, receipts FROM steps "
-    "WHERE session = ? AND step_id = ?"
+    "SELECT step_index, version, sampled_start, sampled_end, messages, tools_hash, parent_id, receipts "
+    "FROM steps WHERE session = ? AND step_id = ?"
 )
 _INSERT_STEP = (
     "INSERT INTO steps (session, step_index, step_id, parent_id, messages, version, sampled_start,"
-    " sampled_end, num_tokens, rewrite_at, receipts, created_at, rev)"
-    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (session, step_id) DO NOTHING"
+    " sampled_end, num_tokens, rewrite_at, cut, tools_hash, retry_of, receipts, created_at, rev)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (session, step_id) DO NOTHING"
 )
 _INSERT_CHUNK = (
     "INSERT INTO chunks (chunk_id, field, groups, start, rows, bytes, session, state, holds, created_at, rev)"
@@ -44,7 +44,8 @@ def commit_step(plan: StepPlan, runs: WriterRuns, pins: ChunkPins) -> Callable[[
             session.check_open()
             if plan.problem is not None:
                 raise plan.problem
-            parent = _parent(change, session, commit)
+            check_fence(change.connection, session, commit.step_id)
+            parent = find_parent(change.connection, session, commit.step_id, commit.parent, commit.retry_of)
             _pin(change, plan, pins)
         except ArrowTQError:
             # A retry is answered although its session is over, or its chunks were released.
@@ -53,11 +54,13 @@ def commit_step(plan: StepPlan, runs: WriterRuns, pins: ChunkPins) -> Callable[[
                 raise
             return _retried(plan, known)
         start, end = commit.sampled or (None, None)
+        rewrite_at, cut = _cut(change.connection, session.id, parent, plan)
         change.execute(
             _INSERT_STEP,
             (
                 *(session.id, session.steps, commit.step_id, parent, commit.messages, commit.version),
-                *(start, end, plan.num_tokens, plan.rewrite_at, plan.receipts, change.now_us, change.rev),
+                *(start, end, plan.num_tokens, rewrite_at, cut, commit.tools, commit.retry_of),
+                *(plan.receipts, change.now_us, change.rev),
             ),
         )
         if not change.connection.changes():
@@ -66,6 +69,8 @@ def commit_step(plan: StepPlan, runs: WriterRuns, pins: ChunkPins) -> Callable[[
             assert known is not None
             return _retried(plan, known)
         _attach(change, session, plan)
+        if commit.retry_of is not None:
+            supersede(change, session, commit.retry_of, commit.step_id)
         if commit.version is not None:
             runs.order_version(change, run, commit.version)
         change.execute(_ADVANCE, (session.steps + 1, commit.step_id, change.now_us, change.rev, session.id))
@@ -74,24 +79,33 @@ def commit_step(plan: StepPlan, runs: WriterRuns, pins: ChunkPins) -> Callable[[
     return apply
 
 
+def find_receipts(connection: apsw.Connection, session: int, step_id: str, run: str) -> list[Receipt]:
+    """Receipts of a committed step; their epoch is not kept."""
+    blob: bytes | None = connection.execute(
+        "SELECT receipts FROM steps WHERE session = ? AND step_id = ?", (session, step_id)
+    ).get
+    return [] if blob is None else decode_receipts(blob, run, 0)
+
+
 def _retried(plan: StepPlan, known: Sequence[object]) -> int:
     """The index of a step that is committed already, if this is the same one.
 
     A writer that was cut off may have stored its rows again, as other chunks: then the record and the
     shape of the receipts decide, and the new chunks stay unattached.
     """
-    index, version, start, end, messages, blob = known
+    index, version, start, end, messages, tools, parent, blob = known
     commit = plan.commit
     assert isinstance(index, int)
     assert isinstance(blob, bytes)
     if blob == plan.receipts:
         return index
-    record = (version, None if start is None else (start, end), messages)
-    again = (commit.version, None if commit.sampled is None else tuple(commit.sampled), commit.messages)
-    if record != again:
+    record = (version, None if start is None else (start, end), messages, tools)
+    sampled = None if commit.sampled is None else tuple(commit.sampled)
+    again = (commit.version, sampled, commit.messages, commit.tools)
+    if record != again or commit.parent not in (None, parent or ROOT):
         raise Conflict(
             f"step {commit.step_id!r} of session {commit.session_id!r} is committed with another version, "
-            "sampled range or messages",
+            "sampled range, parent, tools or messages",
             step_id=commit.step_id,
         )
     stored = decode_receipts(blob, commit.run, commit.epoch)
@@ -104,19 +118,16 @@ def _retried(plan: StepPlan, known: Sequence[object]) -> int:
     return index
 
 
-def _parent(change: Change, session: SessionRow, commit: StepCommit) -> str | None:
-    if commit.parent is None or commit.parent == session.last_step:
-        return session.last_step
-    if change.execute(_FIND_STEP, (session.id, commit.parent)).fetchone() is None:
-        raise NotFound(
-            f"step {commit.step_id!r}: session {session.session_id!r} has no step {commit.parent!r}",
-            parent=commit.parent,
-        )
-    raise Unsupported(
-        f"step {commit.step_id!r}: its parent {commit.parent!r} is not the session's last step "
-        f"{session.last_step!r}: branches are not there yet",
-        parent=commit.parent,
-    )
+def _cut(
+    connection: apsw.Connection, session: int, parent: str | None, plan: StepPlan
+) -> tuple[int | None, str | None]:
+    """Where a step departs from its path's tokens, and why its parent's segment ends before it."""
+    if parent is None:
+        return None, None
+    cut = cut_reason(connection, session, parent, plan.commit)
+    if cut is None and plan.rewrite_at is not None:
+        cut = "mismatch" if plan.commit.extends else "rewrite"
+    return plan.rewrite_at, cut
 
 
 def _pin(change: Change, plan: StepPlan, pins: ChunkPins) -> None:

@@ -9,6 +9,8 @@ from arrow_tq.testing.conformance.people import PeopleConformance
 from arrow_tq.testing.conformance.runs import RunConformance
 from arrow_tq.testing.conformance.segments import SegmentConformance
 from arrow_tq.testing.conformance.steps import StepConformance
+from arrow_tq.testing.conformance.trees import TreeConformance
+from arrow_tq.testing.conformance.writing import WritingConformance
 
 __all__ = ["StoreConformance"]
 
@@ -16,9 +18,11 @@ __all__ = ["StoreConformance"]
 class StoreConformance(
     RunConformance,
     StepConformance,
+    TreeConformance,
     SegmentConformance,
     ClaimConformance,
     PeopleConformance,
     ConcurrencyConformance,
+    WritingConformance,
 ):
     """All of it."""
