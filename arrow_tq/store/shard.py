@@ -17,6 +17,7 @@ from arrow_tq.store.group_sync import GroupSync
 from arrow_tq.store.populate import Populator
 from arrow_tq.store.recovery import Recovery, RecoveryReport
 from arrow_tq.store.recycling import Recycling
+from arrow_tq.store.retention import Retention
 from arrow_tq.store.shard_config import ShardConfig, ShardUsage
 from arrow_tq.store.space import Space
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader, verify
@@ -58,11 +59,10 @@ class Shard:
         self._extents: set[Extent] = set()
         self._retired: list[Extent] = []
         """Without chunks: to be unlinked by upkeep."""
-        self._zombies: list[Extent] = []
         self._recycling = Recycling(
             config.memory_dir / "recycled", config.recycle_bytes, config.recycle_idle_s
         )
-        self._reclaiming = threading.Lock()
+        self._retention = Retention(self._roots, self._recycling)
         self._corrupt = 0
         self._log = logger("arrow_tq.shard")
         self.recovery = self._recover()
@@ -196,7 +196,7 @@ class Shard:
             for extent in self._extents:
                 place = (extent.key.run, extent.key.tier)
                 by_run[place] = by_run.get(place, 0) + extent.file.allocated_bytes
-            zombie_bytes = sum(extent.file.allocated_bytes for extent in self._zombies)
+            zombie_bytes = self._retention.zombie_bytes
             recycled_bytes = self._recycling.kept_bytes
             used_bytes = self._space.used_bytes - recycled_bytes
             return ShardUsage(
@@ -222,8 +222,7 @@ class Shard:
                 self._seal(extent, self._entries(extent))
             extent.file.unmap()
             extent.file.close()
-        for extent in self._zombies:
-            extent.file.path.unlink(missing_ok=True)
+        self._retention.close()
         self._recycling.clear()
         self._index.clear()
         self._extents.clear()
@@ -365,24 +364,8 @@ class Shard:
         with self._lock:
             retired, self._retired = self._retired, []
             self._extents.difference_update(retired)
-            self._zombies.extend(retired)
-        for extent in retired:
-            self._roots.sidecar(extent.key, extent.number).unlink(missing_ok=True)
-            if extent.key.tier == "memory":
-                self._recycling.put_aside(extent.file)
-            else:
-                extent.file.path.unlink()
-        with self._reclaiming:
-            with self._lock:
-                zombies = list(self._zombies)
-            gone = [extent for extent in zombies if extent.file.nobody_maps()]
-            for extent in gone:
-                if extent.key.tier == "memory":
-                    self._recycling.offer(extent.key.run, extent.file)
-                else:
-                    extent.file.delete()
-            with self._lock:
-                self._zombies = [extent for extent in self._zombies if extent not in gone]
+        self._retention.retire(retired)
+        self._retention.reclaim()
 
     def _retire_idle(self, idle_s: float) -> None:
         """Seal live extents that hold nothing and were not written to for a while."""
