@@ -208,11 +208,10 @@ class KeepChunks(Command):
     """Chunks that no step attached yet are still wanted: their time to live begins anew.
 
     For writers whose step commits much later than its first rows were stored. Unknown ids are passed over;
-    the reply counts those that are there and unattached.
+    the reply counts those that are there and unattached. Again is the same as once, so it has no request id.
     """
 
     verb: ClassVar[str] = "keep_chunks"
-    mutates: ClassVar[bool] = True
     run: str
     chunk_ids: list[Hex128]
 
