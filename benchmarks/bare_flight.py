@@ -22,6 +22,7 @@ class BareServer(fl.FlightServerBase):
         super().__init__("grpc://127.0.0.1:0")
         self._area = np.frombuffer(mmap.mmap(-1, KEEP_BYTES), np.uint8)
         self._area[:] = 1
+        self._place = 0
         self._batches: list[pa.RecordBatch] = []
 
     def do_put(
@@ -31,16 +32,16 @@ class BareServer(fl.FlightServerBase):
         reader: fl.MetadataRecordBatchReader,
         writer: fl.FlightMetadataWriter,
     ) -> None:
-        batches, place = [], 0
+        batches: list[pa.RecordBatch] = []
         for chunk in reader:
             batches.append(chunk.data)
             for buffer in chunk.data.column(0).storage.values.buffers():
                 if buffer is None:
                     continue
-                if place + buffer.size > KEEP_BYTES:
-                    place = 0
-                self._area[place : place + buffer.size] = np.frombuffer(buffer, np.uint8)
-                place += buffer.size
+                if self._place + buffer.size > KEEP_BYTES:
+                    self._place = 0
+                self._area[self._place : self._place + buffer.size] = np.frombuffer(buffer, np.uint8)
+                self._place += buffer.size
             if chunk.app_metadata is not None and chunk.app_metadata.to_pybytes() == b"ack":
                 writer.write(b"ok")
         self._batches = batches

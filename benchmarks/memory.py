@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import tempfile
 from pathlib import Path
@@ -15,6 +16,8 @@ from arrow_tq.runs import Run
 from arrow_tq.store import Engine, EngineConfig
 from benchmarks.report import Row, against, interleaved, rate
 from benchmarks.sizes import EXPERTS, LAYERS, TOPK, Sizes, routing
+
+EXTENT_BYTES = 256 << 20
 
 
 def rows(sizes: Sizes) -> list[Row]:
@@ -66,15 +69,20 @@ class _Appender:
 
 def _append(run: Run, sizes: Sizes) -> list[Row]:
     narrow, wide = _payload(sizes, "uint8"), _payload(sizes, "int32")
-    target = _destination(sizes.warm_pieces * sizes.piece_bytes)
-    places = target.reshape(sizes.warm_pieces, sizes.piece_tokens, LAYERS, TOPK)
+    # As large as an extent and walked through like one: a target that stays in the cache is no extent.
+    size = sizes.warm_pieces * sizes.piece_bytes
+    turns = max(EXTENT_BYTES // size, 1) if sizes.pause_s else 1
+    places = _destination(turns * size).reshape(turns, sizes.warm_pieces, sizes.piece_tokens, LAYERS, TOPK)
+    turn = itertools.count()
 
     def copies(source: list[npt.NDArray[np.generic]]) -> float:
+        place = places[next(turn) % turns]
+
         def work() -> None:
             for index in range(sizes.warm_pieces):
-                np.copyto(places[index], source[index % 2], casting="unsafe")
+                np.copyto(place[index], source[index % 2], casting="unsafe")
 
-        return rate(target.nbytes / 1e9, work)
+        return rate(size / 1e9, work)
 
     same, narrowed, memcpy, cast = interleaved(
         sizes.rounds,
