@@ -12,6 +12,8 @@ from arrow_tq_schemas.errors import Conflict, InvalidInput, StoreInUse
 
 LOCK_NAME = "lock"
 NOTE_NAME = "store.json"
+OWNER_NOTE = "data_dir"
+"""In a memory directory: the data directory that it belongs to."""
 CAPACITY_SHARE = 0.8
 """Share of the free space that a store takes at most when nobody says."""
 
@@ -76,6 +78,27 @@ class Directory:
     def release(self) -> None:
         """Let another process own it."""
         os.close(self.descriptor)
+
+
+def claim_memory(memory_dir: Path, data_dir: Path) -> None:
+    """Note in a memory directory whose it is. One inside its data directory needs no note.
+
+    Raises:
+        StoreInUse: it belongs to another store, whose live extents would be taken for a dead one's.
+    """
+    if memory_dir.absolute().is_relative_to(data_dir.absolute()):
+        return
+    note = memory_dir / OWNER_NOTE
+    if note.exists():
+        owner = Path(note.read_text())
+        if owner.exists() and not (data_dir.exists() and owner.samefile(data_dir)):
+            raise StoreInUse(
+                f"memory directory {str(memory_dir)!r} belongs to the store at {str(owner)!r}, "
+                f"not to {str(data_dir)!r}",
+                owner=str(owner),
+            )
+    memory_dir.mkdir(parents=True, exist_ok=True)
+    note.write_text(str(data_dir.absolute()))
 
 
 def _in_use(path: Path, descriptor: int) -> StoreInUse:

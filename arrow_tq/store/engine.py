@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -225,6 +226,9 @@ class Engine:
         return values
 
     def close(self) -> None:
+        if self._directory.pid != os.getpid():
+            # A fork must not seal extents, or checkpoint the database, of the process that lives on.
+            return
         with self._closing:
             if self._closed:
                 return

@@ -65,7 +65,11 @@ class Extent:
     used_bytes: int = 0
     chunks: int = 0
     sealed: bool = False
+    retired: bool = False
+    """Without chunks, and soon without its file."""
     appended_at: float = slot(default_factory=time.monotonic)
+    view: memoryview = slot(init=False)
+    """Of this extent's own mapping: its file may become another extent's, with another mapping."""
     written: list[ChunkId] = slot(default_factory=list)
     """Ids in the order of their appends, while it is live."""
     _sink: pa.FixedSizeBufferWriter | None = None
@@ -97,6 +101,9 @@ class Extent:
         value = kind.value_type if isinstance(kind, pa.BaseExtensionType) else kind
         return cls(key, number, file, schema, shape, np.dtype(value.to_pandas_dtype()))
 
+    def __post_init__(self) -> None:
+        self.view = self.file.view
+
     @property
     def rest_bytes(self) -> int:
         return self.file.size_bytes - self.used_bytes
@@ -120,7 +127,6 @@ class Extent:
         else:
             self._write(chunk)
         offset, self.used_bytes = self.used_bytes, self._sink.tell()
-        self.chunks += 1
         self.appended_at = time.monotonic()
         self.written.append(header.chunk_id)
         return Entry(
@@ -129,16 +135,15 @@ class Extent:
         )  # fmt: skip
 
     def chunk(self, chunk_id: ChunkId, entry: Entry) -> Chunk:
-        """The chunk at ``entry``: read-only views of the mapping."""
+        """The chunk at ``entry``: read-only views of the mapping. Raises ``ValueError`` once unmapped."""
         count = entry.rows * int(np.prod(self.item_shape, dtype=np.int64))
         size = count * self.dtype.itemsize
         end = entry.offset + entry.length
-        values = np.frombuffer(self.file.map, self.dtype, count, end - _pad(size))
-        values.flags.writeable = False
+        values = np.frombuffer(self.view, self.dtype, count, end - _pad(size))
         valid: npt.NDArray[np.bool_] | None = None
         if entry.nullable:
             first = end - _pad(size) - _pad(-(-entry.rows // 8))
-            bits = np.frombuffer(self.file.map, np.uint8, -(-entry.rows // 8), first)
+            bits = np.frombuffer(self.view, np.uint8, -(-entry.rows // 8), first)
             valid = np.unpackbits(bits, bitorder="little", count=entry.rows).view(np.bool_)
         return Chunk(self.header(chunk_id, entry), values.reshape(entry.rows, *self.item_shape), valid)
 

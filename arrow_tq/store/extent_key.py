@@ -3,7 +3,7 @@
 ::
 
     <root>/extents/<run>/<field>.<group>/<number>.arrows     root: the tier's directory
-    <data_dir>/sidecars/<tier>/<run>/<field>.<group>/<number>.idx
+    <data_dir>/sidecars/<tier>/<run>/<field>.<group>/<number>.idx, and schema.ipc
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ class Roots:
         return self.extents(key.tier) / key.folder / f"{number:06d}{EXTENT_SUFFIX}"
 
     def sidecar(self, key: ExtentKey, number: int) -> Path:
-        return self.data_dir / "sidecars" / key.tier / key.folder / f"{number:06d}{SIDECAR_SUFFIX}"
+        return self.sidecars(key) / f"{number:06d}{SIDECAR_SUFFIX}"
+
+    def sidecars(self, key: ExtentKey) -> Path:
+        """Folder of a key's sidecars and of the copy of its schema."""
+        return self.data_dir / "sidecars" / key.tier / key.folder
 
     def existing(self, tier: Tier) -> Iterator[tuple[ExtentKey, int, Path]]:
         """Every extent file of a tier, in order of its number."""
@@ -55,6 +59,20 @@ class Roots:
             field, _, group = path.parent.name.rpartition(".")
             if path.stem.isdigit() and group.isdigit() and field:
                 yield ExtentKey(path.parent.parent.name, field, int(group), tier), int(path.stem), path
+
+
+def write_whole(path: Path, content: bytes, durable: bool) -> None:
+    """Write a small file, whole or not at all; ``durable``: on disk when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    part.replace(path)
+    if durable:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

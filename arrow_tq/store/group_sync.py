@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from arrow_tq.store.extent import Extent
+from arrow_tq_schemas.errors import InternalError
 
 
 class GroupSync:
@@ -19,6 +20,7 @@ class GroupSync:
         self._running = False
         self._begun = 0
         self._done = 0
+        self._failure: str | None = None
 
     def mark(self, extent: Extent) -> None:
         """The extent has bytes that are not on disk."""
@@ -29,14 +31,17 @@ class GroupSync:
         """Return when everything marked before is on disk.
 
         Raises:
-            OSError: the device failed; what was not synced stays marked.
+            InternalError: the device failed, now or before. The kernel drops what it could not write and
+                reports it once, so no later round can vouch for those bytes: only a restart finds out.
         """
         with self._turn:
             target = self._begun + 1
         while True:
             with self._turn:
-                while self._running and self._done < target:
+                while self._running and self._done < target and self._failure is None:
                     self._turn.wait()
+                if self._failure is not None:
+                    raise InternalError(self._failure)
                 if self._done >= target:
                     return
                 self._running = True
@@ -46,17 +51,24 @@ class GroupSync:
             self._round(number, dirty)
 
     def _round(self, number: int, dirty: set[Extent]) -> None:
-        failed = True
+        done, failure = False, None
         try:
             for extent in dirty:
                 if not extent.sealed:
                     extent.file.sync()
-            failed = False
+            done = True
+        except OSError as error:
+            failure = (
+                f"fdatasync of {extent.file.path}: {error.strerror}; restart the store to see what is kept"
+            )
         finally:
             with self._turn:
                 self._running = False
-                if failed:
-                    self._dirty |= dirty
-                else:
+                self._failure = self._failure or failure
+                if done:
                     self._done = number
+                elif failure is None:
+                    self._dirty |= dirty
                 self._turn.notify_all()
+        if failure is not None:
+            raise InternalError(failure)

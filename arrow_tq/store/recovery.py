@@ -10,15 +10,17 @@ from pathlib import Path
 import pyarrow as pa
 
 from arrow_tq.logs import logger
-from arrow_tq.store import sidecar
+from arrow_tq.store import extent_schema, sidecar
 from arrow_tq.store.extent import END_OF_STREAM, Entry, Extent
 from arrow_tq.store.extent_key import ExtentKey, Roots, Tier
 from arrow_tq.store.mapped_file import PAGE, MappedFile
 from arrow_tq.store.space import Space
-from arrow_tq.store.walk import read_schema, walk
+from arrow_tq.store.walk import walk
 from arrow_tq_schemas.ids import ChunkId
 
 TIERS: tuple[Tier, ...] = ("memory", "disk")
+DAMAGED_SUFFIX = ".damaged"
+"""Of an extent that cannot be read at all: set aside, its bytes no longer counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class RecoveryReport:
     chunks: int = 0
     walked: int = 0
     """Extents without a good sidecar."""
+    set_aside: int = 0
+    """Extents whose schema is nowhere to be read."""
     seconds: float = 0.0
 
 
@@ -48,6 +52,7 @@ class Recovery:
         self._roots = roots
         self._space = space
         self._log = logger("arrow_tq.recovery")
+        self._set_aside = 0
         self.report = RecoveryReport()
 
     def extents(self) -> Iterator[Recovered]:
@@ -66,7 +71,7 @@ class Recovery:
                 walked += recovered.walked
                 yield recovered
             self._sweep_sidecars(tier, expected)
-        self.report = RecoveryReport(extents, chunks, walked, time.monotonic() - started)
+        self.report = RecoveryReport(extents, chunks, walked, self._set_aside, time.monotonic() - started)
         if extents:
             self._log.info("extents recovered", extents=extents, chunks=chunks, walked=walked)
 
@@ -75,10 +80,15 @@ class Recovery:
             path.unlink()
             return None
         file = MappedFile.open(path, self._space)
-        schema = read_schema(pa.py_buffer(file.map))
         side = self._roots.sidecar(key, number)
-        if schema is None or len(schema) != 1:
+        if file.data_end() == 0:
             self._delete(file, side)
+            return None
+        schema = extent_schema.read(pa.py_buffer(file.map), key)
+        if schema is None:
+            schema = extent_schema.read_copy(self._roots.sidecars(key), key)
+        if schema is None:
+            self._put_aside(file)
             return None
         extent = Extent.reopen(key, number, file, schema)
         located = sidecar.read(side, extent)
@@ -110,8 +120,16 @@ class Recovery:
         file.unmap()
         file.delete()
 
+    def _put_aside(self, file: MappedFile) -> None:
+        """Keep what somebody may still want to look at, out of the store's way."""
+        file.move(file.path.with_suffix(file.path.suffix + DAMAGED_SUFFIX))
+        self._log.error("extent without a readable schema set aside", path=str(file.path))
+        file.unmap()
+        file.forget()
+        self._set_aside += 1
+
     def _sweep_sidecars(self, tier: Tier, expected: set[Path]) -> None:
         folder = self._roots.data_dir / "sidecars" / tier
         for path in folder.glob("*/*/*"):
-            if path not in expected:
+            if path not in expected and path.name != extent_schema.COPY_NAME:
                 path.unlink()

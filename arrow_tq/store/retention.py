@@ -55,3 +55,5 @@ class Retention:
         with self._lock:
             for extent in self._zombies:
                 extent.file.path.unlink(missing_ok=True)
+                extent.file.close()
+            self._zombies.clear()

@@ -7,7 +7,6 @@ rows of ``RECORD``, then xxh3-64 of everything before.
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import xxhash
 
 from arrow_tq.store.extent import Entry, Extent
-from arrow_tq.store.extent_key import sync_folder
+from arrow_tq.store.extent_key import write_whole
 from arrow_tq_schemas.ids import ChunkId
 
 MAGIC, VERSION = b"ATQX", 1
@@ -47,14 +46,7 @@ def write(path: Path, extent: Extent, located: Located) -> None:
     head = json.dumps({"rows": len(located), "used_bytes": extent.used_bytes}).encode()
     content = _HEAD.pack(MAGIC, VERSION, len(head)) + head + records.tobytes()
     content += xxhash.xxh3_64_digest(content)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    sync_folder(path.parent)
+    write_whole(path, content, durable=True)
 
 
 def read(path: Path, extent: Extent) -> list[tuple[ChunkId, Entry]] | None:

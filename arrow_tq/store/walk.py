@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from arrow_tq.store.extent import Entry, Extent
@@ -20,15 +19,9 @@ from arrow_tq_schemas.ids import ChunkId
 
 CONTINUATION = 0xFFFFFFFF
 METADATA_BYTES_MAX = 1 << 16
-SCAN_WINDOW_BYTES = 16 << 20
-
-
-def read_schema(buffer: pa.Buffer) -> pa.Schema | None:
-    """The schema at the start of an extent, or None where it is damaged."""
-    try:
-        return pa.ipc.read_schema(pa.BufferReader(buffer))
-    except (pa.ArrowInvalid, OSError, ValueError, EOFError):
-        return None
+SCAN_WINDOW_BYTES = 1 << 20
+_UNREADABLE = (pa.ArrowException, OSError, ValueError, EOFError, StopIteration, NotImplementedError, KeyError)
+"""What pyarrow was seen to raise on messages with flipped bits."""
 
 
 def walk(extent: Extent) -> list[tuple[ChunkId, Entry]]:
@@ -57,21 +50,29 @@ class _Walker:
             place = self._next_message(place + (length if located is not None else 8))
 
     def _next_message(self, place: int) -> int | None:
-        """The next 8-byte boundary at or after ``place`` that may begin a message."""
+        """The next 8-byte boundary at or after ``place`` that may begin one of our messages."""
+        if place < self._end and len(self._candidates(place, place + 8)) and self._is_ours(place):
+            return place
         while place < self._end:
             end = min(place + SCAN_WINDOW_BYTES, self._end)
-            first = self._candidate(self._words[place // 4 : end // 4].reshape(-1, 2))
-            if first is not None:
-                return place + 8 * first
+            # Padding of -1 looks like many messages: all places of a window are found in one pass.
+            for candidate in self._candidates(place, end):
+                if self._is_ours(candidate):
+                    return candidate
             place = end
         return None
 
-    @staticmethod
-    def _candidate(pairs: npt.NDArray[np.uint32]) -> int | None:
+    def _candidates(self, place: int, end: int) -> list[int]:
+        pairs = self._words[place // 4 : min(end, self._end) // 4].reshape(-1, 2)
         sizes = pairs[:, 1]
         like = (pairs[:, 0] == CONTINUATION) & (sizes > 0) & (sizes < METADATA_BYTES_MAX) & (sizes % 8 == 0)
-        first = int(like.argmax()) if len(like) else 0
-        return first if len(like) and like[first] else None
+        found: list[int] = (place + 8 * np.flatnonzero(like)).tolist()
+        return found
+
+    def _is_ours(self, place: int) -> bool:
+        """Whether the message's metadata names a chunk: far cheaper than parsing it."""
+        size = int(self._words[place // 4 + 1])
+        return METADATA_KEY in self._buffer.slice(place + 8, min(size, self._end - place - 8)).to_pybytes()
 
     def _message(self, place: int) -> tuple[int, tuple[ChunkId, Entry] | None]:
         """Length of the message at ``place`` (0: none), and its chunk if it is whole and ours."""
@@ -86,7 +87,7 @@ class _Walker:
             reader = pa.ipc.open_stream(pa.BufferReader(whole))
             batch, metadata = reader.read_next_batch_with_custom_metadata()
             batch.validate(full=True)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError, ValueError, EOFError, StopIteration):
+        except _UNREADABLE:
             return 0, None
         raw = None if metadata is None else metadata.get(METADATA_KEY)
         return length, None if raw is None else self._verified(place, length, batch, raw)

@@ -7,10 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
-from arrow_tq.store.directory import NOTE_NAME
+from arrow_tq.store.directory import NOTE_NAME, OWNER_NOTE
 
 SHARED_MEMORY = Path("/dev/shm")
-OWNER_NOTE = "data_dir"
 
 
 def default_memory_dir(data_dir: Path, root: Path = SHARED_MEMORY) -> Path | None:
