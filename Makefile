@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow check lint types imports bench clean
+.PHONY: demo test slow check lint types imports bench bench-peers clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -37,5 +37,18 @@ check: lint types imports test
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
+# Beside the systems that people use for the same job, in an environment of their own. What cannot be
+# installed is reported in the table.
+PEERS := .venv-peers
+bench-peers:
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --upgrade pip
+	$(PEERS)/bin/pip install --quiet -c constraints.txt torch
+	$(PEERS)/bin/pip install --quiet -c constraints.txt -e '.[server]'
+	-$(PEERS)/bin/pip install --quiet ray
+	-$(PEERS)/bin/pip install --quiet TransferQueue tensordict
+	-$(PEERS)/bin/pip install --quiet mooncake-transfer-engine-non-cuda
+	$(PEERS)/bin/python -m benchmarks.peers
+
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

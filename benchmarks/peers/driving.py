@@ -1,0 +1,173 @@
+"""A system with its two processes, and rounds in which all systems take turns."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.peers.payloads import layers_of
+from benchmarks.peers.system import SYSTEMS
+
+STOP_S = 20.0
+QUIET_RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+"""Everything is on loopback here, and several processes join one cluster."""
+
+
+class Process:
+    """A worker process, asked one thing at a time."""
+
+    def __init__(self, name: str, module: str, *arguments: str) -> None:
+        self._name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"benchmarks.peers.{module}", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if os.environ.get("PEERS_VERBOSE") else subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **QUIET_RAY},
+            start_new_session=True,
+        )
+        self.first = self._reply()
+
+    def ask(self, do: str, **arguments: object) -> dict[str, object]:
+        """Its reply; raises ``RuntimeError`` with what went wrong there."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+        return self._reply()
+
+    def _reply(self) -> dict[str, object]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._name} ended with code {self._process.wait()}")
+        reply: dict[str, object] = json.loads(line)
+        if "error" in reply:
+            raise RuntimeError(f"{self._name}: {reply['error']}")
+        return reply
+
+    def stop(self) -> None:
+        """Close its input, which ends it; kill what is left of its group."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one system did with one payload; times in seconds, the first round apart.
+
+    ``failed`` says why there is nothing.
+    """
+
+    system: str
+    payload: str
+    nbytes: int = 0
+    times: dict[str, list[float]] = field(default_factory=dict)
+    failed: str | None = None
+
+    def add(self, reply: dict[str, object]) -> None:
+        for name, value in reply.items():
+            if name.endswith("_s") and isinstance(value, float):
+                self.times.setdefault(name, []).append(value)
+
+    def cold(self, name: str) -> float:
+        return self.times[name][0]
+
+    def warm(self, name: str) -> float:
+        """The median of all rounds but the first (of the only one, if there is one)."""
+        values = self.times[name]
+        return statistics.median(values[1:] or values)
+
+
+class Pair:
+    """A system's producer and consumer."""
+
+    def __init__(self, system: str, address: str) -> None:
+        self.system = system
+        self._producer = Process(f"{system} producer", "worker", system, "producer", address)
+        self._consumer = Process(f"{system} consumer", "worker", system, "consumer", address)
+
+    def prepare(self, payload: str) -> Outcome:
+        """Build the payload on both sides."""
+        reply = self._producer.ask("prepare", payload=payload)
+        self._consumer.ask("prepare", payload=payload)
+        return Outcome(self.system, payload, int(str(reply["nbytes"])))
+
+    def round(self, outcome: Outcome, layers: range | None) -> None:
+        """Put, get, compare, remove; a failure ends this system's part in the payload."""
+        if outcome.failed:
+            return
+        try:
+            put = self._producer.ask("put")
+            outcome.add(put)
+            part = None if layers is None else [layers.start, layers.stop]
+            got = self._consumer.ask("get", reference=put["reference"], layers=part, check=True)
+            outcome.add(got)
+            if got["wrong"]:
+                outcome.failed = f"came back wrong: {got['wrong']}"
+            self._consumer.ask("remove", reference=put["reference"])
+            self._producer.ask("remove", reference=put["reference"])
+        except RuntimeError as error:
+            outcome.failed = str(error)
+
+    def stop(self) -> None:
+        self._producer.stop()
+        self._consumer.stop()
+
+
+@contextlib.contextmanager
+def running(system: str) -> Iterator[Pair]:
+    """The system's servers and its two processes."""
+    importlib.import_module(SYSTEMS[system].package)
+    host = Process(f"{system} servers", "host", system)
+    try:
+        pair = Pair(system, str(host.first["address"]))
+        try:
+            yield pair
+        finally:
+            pair.stop()
+    finally:
+        host.stop()
+
+
+def measure(systems: Sequence[str], payload: str, rounds: int, halves: bool) -> list[Outcome]:
+    """Every system over the same payload, in turns; one that cannot run says why.
+
+    Args:
+        halves: where a system can be asked for some layers, ask for the first half.
+    """
+    with contextlib.ExitStack() as stack:
+        pairs: list[tuple[Pair, Outcome]] = []
+        outcomes: list[Outcome] = []
+        for system in systems:
+            try:
+                pair = stack.enter_context(running(system))
+                outcome = pair.prepare(payload)
+                pairs.append((pair, outcome))
+            except (ImportError, RuntimeError, OSError) as error:
+                reason = f"cannot run: {error} (needs {SYSTEMS[system].install})"
+                outcome = Outcome(system, payload, failed=reason)
+            outcomes.append(outcome)
+        for _ in range(rounds):
+            for pair, outcome in pairs:
+                pair.round(outcome, _half(pair.system, payload) if halves else None)
+        return outcomes
+
+
+def _half(system: str, payload: str) -> range | None:
+    layers = layers_of(payload)
+    return range(layers // 2) if SYSTEMS[system].layers and layers else None

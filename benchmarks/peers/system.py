@@ -1,0 +1,83 @@
+"""What a system must be able to do to take part, and the table of those that do."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from benchmarks.peers.payloads import Payload
+
+
+class Endpoint(Protocol):
+    """One process's end of a system. What it gives away as a reference is JSON."""
+
+    def build(self, payload: Payload) -> object:
+        """The payload in the form that ``put`` takes; timed apart from it."""
+
+    def put(self, value: object) -> object:
+        """Store it; the reference, once a consumer elsewhere can read it."""
+
+    def get(self, reference: object, layers: range | None) -> object:
+        """The value. ``layers``: those alone, where the system can ask for a part."""
+
+    def rows(self, value: object) -> dict[str, object]:
+        """A list of rows a field; timed apart from ``get``."""
+
+    def remove(self, reference: object) -> None:
+        """Free it."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+class System(Protocol):
+    """A module of a system: how its servers are started and how a process joins."""
+
+    def servers(self) -> AbstractContextManager[str]:
+        """Start them; the address that ``join`` takes."""
+
+    def join(self, address: str, role: str) -> Endpoint:
+        """Join as ``producer`` or ``consumer``."""
+
+    def accepts(self, payload: str) -> str | None:
+        """Why that payload cannot go through it; None: it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a system is, and what has to be installed for it."""
+
+    module: str
+    package: str
+    install: str
+    """What to install, for whoever reads that it is missing."""
+    layers: bool = False
+    """Whether it can be asked for some layers only."""
+
+
+SYSTEMS = {
+    "arrow-tq": Entry("benchmarks.peers.ours", "arrow_tq", "arrow-tq[server]", layers=True),
+    "ray": Entry("benchmarks.peers.ray_store", "ray", "ray"),
+    "mooncake": Entry(
+        "benchmarks.peers.mooncake",
+        "mooncake.store",
+        "mooncake-transfer-engine-non-cuda; Debian: libibverbs1 librdmacm1 libnuma1 libcurl4",
+    ),
+    "transfer-queue": Entry(
+        "benchmarks.peers.transfer_queue_store", "transfer_queue", "TransferQueue tensordict ray torch"
+    ),
+}
+
+
+def load(name: str) -> System:
+    """The system's module.
+
+    Raises:
+        ImportError: it is not installed; says what is missing.
+    """
+    entry = SYSTEMS[name]
+    importlib.import_module(entry.package)
+    module: System = importlib.import_module(entry.module)  # type: ignore[assignment]
+    return module
