@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterable, Iterator
@@ -39,7 +40,9 @@ def open_writer(config: CatalogConfig) -> apsw.Connection:
 
 def checkpoint(connection: apsw.Connection) -> None:
     """Copy what is committed from the log into the file, without blocking readers or the writer."""
-    connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+    # Busy: a commit found the log long and is at it already, which is as good.
+    with contextlib.suppress(apsw.BusyError):
+        connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
 
 
 class Readers:
