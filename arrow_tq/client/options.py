@@ -25,6 +25,7 @@ class ClientOptions:
         put_streams: streams that one field's chunks are spread over while more than an ack window waits: the
             server reads from one while it checks and stores from another.
         ack_window_bytes: bytes of one stream after which the client asks for an ack.
+        coalesce_bytes: small chunks that wait for the same stream share a message up to this size.
         stream_idle_s: a put or commit stream that has nothing to carry is closed after this.
         stream_life_s: a stream is replaced at this age, and its deadline is twice that: nothing that
             depends on it can hang for longer.
@@ -46,6 +47,7 @@ class ClientOptions:
     put_room_s: float = 120.0
     put_streams: int = 2
     ack_window_bytes: int = 16 * MIB
+    coalesce_bytes: int = 1 * MIB
     stream_idle_s: float = 10.0
     stream_life_s: float = 60.0
     get_streams: int = 1

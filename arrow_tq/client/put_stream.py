@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 from pydantic import ValidationError
@@ -18,9 +19,10 @@ from pydantic import ValidationError
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.failures import FLIGHT_FAILURES, translate
 from arrow_tq.client.pending import Item
+from arrow_tq_schemas.chunks import to_array
 from arrow_tq_schemas.errors import ArrowTQError, InternalError, Unreachable, from_wire
 from arrow_tq_schemas.fields import Field
-from arrow_tq_schemas.tickets import PutAck, PutMessage, PutStream
+from arrow_tq_schemas.tickets import CHUNKS_PER_BATCH_MAX, PutAck, PutMessage, PutStream
 
 OnSettled = Callable[[Item, ArrowTQError | None], None]
 OnLeft = Callable[[Sequence[Item], ArrowTQError | None], None]
@@ -101,25 +103,25 @@ class ChunkSender:
 
     def _send_all(self) -> None:
         until = time.monotonic() + self._options.stream_life_s
-        item = self._next(until)
-        if item is None:
+        items = self._next(until)
+        if not items:
             return
         descriptor = self._stream.model_dump_json().encode()
         writer, reader = self._connection.put(descriptor, self._schema, self._deadline_s, self._what)
         acks = threading.Thread(target=self._read_acks, args=(reader,), name="arrow-tq-acks", daemon=True)
         acks.start()
         try:
-            while item is not None:
-                self._write(writer, item)
-                item = self._next(until)
+            while items:
+                self._write(writer, items)
+                items = self._next(until)
             writer.done_writing()
         except FLIGHT_FAILURES as error:
             self._fail(translate(error, self._connection.url, self._what, self._deadline_s))
         acks.join()
         self._close(writer)
 
-    def _next(self, until: float) -> Item | None:
-        """The next chunk, already noted as sent; None when the stream should end."""
+    def _next(self, until: float) -> list[Item]:
+        """The next chunks, already noted as sent: one, or small ones that share a message. None left: end."""
         with self._changed:
             idle_until = min(time.monotonic() + self._options.stream_idle_s, until)
             while not self._queue:
@@ -127,25 +129,45 @@ class ChunkSender:
                 # An ending stream still waits for its acks, in the reading thread.
                 if self._ending or self._error is not None or (left <= 0 and not self._sent):
                     self._ending = True
-                    return None
+                    return []
                 self._changed.wait(max(left, 0.05))
             if self._error is not None or time.monotonic() >= until:
                 self._ending = True
-                return None
-            item = self._queue.popleft()
-            self._sent.append(item)
-            return item
+                return []
+            items = [self._queue.popleft()]
+            size = items[0].nbytes
+            while self._queue and len(items) < CHUNKS_PER_BATCH_MAX:
+                size += self._queue[0].nbytes
+                if size > self._options.coalesce_bytes:
+                    break
+                items.append(self._queue.popleft())
+            self._sent.extend(items)
+            return items
 
-    def _write(self, writer: flight.FlightStreamWriter, item: Item) -> None:
-        header = item.chunk.header
-        self._unasked_bytes += item.nbytes
+    def _write(self, writer: flight.FlightStreamWriter, items: Sequence[Item]) -> None:
+        header, *more = [item.chunk.header.to_bytes().decode() for item in items]
+        self._unasked_bytes += sum(item.nbytes for item in items)
         with self._changed:
             last = not self._queue
         ask = last or self._unasked_bytes >= self._options.ack_window_bytes
         if ask:
             self._unasked_bytes = 0
-        message = PutMessage(header=header.to_bytes().decode(), ack=ask).model_dump_json().encode()
-        writer.write_with_metadata(item.chunk.to_batch(item.field), pa.py_buffer(message))
+        message = PutMessage(header=header, ack=ask, more=more).model_dump_json(exclude_defaults=True)
+        writer.write_with_metadata(self._batch(items), pa.py_buffer(message.encode()))
+
+    def _batch(self, items: Sequence[Item]) -> pa.RecordBatch:
+        """One chunk as it is; several small ones copied together."""
+        chunks = [item.chunk for item in items]
+        if len(chunks) == 1:
+            return chunks[0].to_batch(items[0].field)
+        valid = None
+        if any(chunk.valid is not None for chunk in chunks):
+            valid = np.concatenate(
+                [np.ones(len(one.values), np.bool_) if one.valid is None else one.valid for one in chunks]
+            )
+        values = np.concatenate([chunk.values for chunk in chunks])
+        column = to_array(values, valid, self._schema.field(0).type)
+        return pa.RecordBatch.from_arrays([column], schema=self._schema)
 
     def _close(self, writer: flight.FlightStreamWriter) -> None:
         """The stream's status, which comes out here alone, replaces what either thread made of its end."""

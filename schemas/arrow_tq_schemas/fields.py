@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -131,11 +132,7 @@ class Field:
 
     def arrow_schema(self, group: int = 0) -> pa.Schema:
         """Schema of a chunk: one nullable column, logical dtype and layers in its metadata."""
-        metadata = {"arrow_tq.dtype": self.dtype}
-        if self.layer_axis is not None:
-            metadata["arrow_tq.layer_axis"] = str(self.layer_axis)
-            metadata["arrow_tq.layer_ids"] = json.dumps(list(self.groups[group]))
-        return pa.schema([pa.field(self.name, self.arrow_type(group), nullable=True, metadata=metadata)])
+        return _arrow_schema(self, group)
 
     def to_json(self) -> dict[str, object]:
         """JSON-safe declaration; ``from_json`` gives an equal field."""
@@ -279,3 +276,13 @@ class Task:
 
     def to_json(self) -> dict[str, object]:
         return {"name": self.name, "fields": None if self.fields is None else list(self.fields)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _arrow_schema(field: Field, group: int) -> pa.Schema:
+    """Kept, since every chunk on its way is compared with it."""
+    metadata = {"arrow_tq.dtype": field.dtype}
+    if field.layer_axis is not None:
+        metadata["arrow_tq.layer_axis"] = str(field.layer_axis)
+        metadata["arrow_tq.layer_ids"] = json.dumps(list(field.groups[group]))
+    return pa.schema([pa.field(field.name, field.arrow_type(group), nullable=True, metadata=metadata)])

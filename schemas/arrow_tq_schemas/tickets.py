@@ -22,6 +22,8 @@ from arrow_tq_schemas.errors import MalformedMessage
 from arrow_tq_schemas.manifests import SPANS_MAX
 from arrow_tq_schemas.spans import SPAN_DTYPE, Spans
 
+CHUNKS_PER_BATCH_MAX = 1024
+
 
 class _Wire(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -30,7 +32,7 @@ class _Wire(BaseModel):
 class PutStream(_Wire):
     """Descriptor of a DoPut stream of chunks of one field and layer group.
 
-    Each batch has a ``ChunkHeader`` as app_metadata. The server acks with ``PutAck`` JSON: at once
+    Each batch has a ``PutMessage`` as app_metadata. The server acks with ``PutAck`` JSON: at once
     after a batch whose message asks for it, and after a number of batches or bytes in any case.
     """
 
@@ -53,18 +55,21 @@ class PutMessage(_Wire):
     """``ChunkHeader`` JSON."""
     ack: bool = False
     """Answer after this batch."""
+    more: Annotated[list[str], Bound(max_length=CHUNKS_PER_BATCH_MAX - 1)] = []
+    """Headers of further chunks, whose rows follow in the same batch: what small chunks share is the
+    cost of a message. Each chunk stays one of its own: stored, refused and acked by itself."""
 
 
 class PutAck(_Wire):
-    """How many batches of this stream are stored so far, and the error of the one after, if any.
+    """How many chunks of this stream are dealt with so far, and the errors of those that were refused.
 
-    A refused batch is dropped, everything before it is stored, and the stream goes on.
+    A refused chunk is dropped, every other one is stored, and the stream goes on.
     """
 
     stored: int
-    """Batches of the stream dealt with so far: stored or refused."""
+    """Chunks of the stream dealt with so far: stored or refused."""
     errors: dict[str, dict[str, object]] = {}
-    """Chunk id to the wire form of its error, for batches refused since the last ack."""
+    """Chunk id to the wire form of its error, for chunks refused since the last ack."""
 
 
 class SpanTicket(_Wire):

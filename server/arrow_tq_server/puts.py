@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TypeVar
 
 import pyarrow as pa
@@ -80,28 +81,56 @@ class ChunkStream:
             )
 
     def _take(self, message: flight.FlightStreamChunk) -> None:
-        began = time.perf_counter()
-        put, header = _identify(message)
+        put, headers = _identify(message)
         batch = message.data
         size = batch.get_total_buffer_size()
         self._metrics.in_flight_bytes.inc(size)
         self._bytes += size
         self._batches += 1
-        self._dealt += 1
+        self._dealt += len(headers)
         try:
-            self._refuse_unseen(header, batch, size)
-            self._engine.receive(self._stream, header, batch)
+            self._refuse_unseen(headers[0], batch, size)
+            self._check_rows(headers, batch)
         except ArrowTQError as error:
-            self._refuse(header, error)
-        except Exception as error:
-            # One chunk's fault must not end the stream that others share.
-            self._refuse(header, unforeseen("put", error))
+            for header in headers:
+                self._refuse(header, error)
         else:
-            self._metrics.put_bytes.inc(size)
-            self._metrics.put_s.observe(time.perf_counter() - began)
+            self._take_chunks(headers, batch)
         config = self._config
         if put.ack or self._batches >= config.put_ack_batches or self._bytes >= config.put_ack_bytes:
             self._ack()
+
+    def _take_chunks(self, headers: Sequence[ChunkHeader], batch: pa.RecordBatch) -> None:
+        """Every chunk by itself: one chunk's fault must not end the stream that others share."""
+        first = 0
+        for header in headers:
+            began = time.perf_counter()
+            own = batch if len(headers) == 1 else batch.slice(first, header.rows)
+            first += header.rows
+            try:
+                self._engine.receive(self._stream, header, own)
+            except ArrowTQError as error:
+                self._refuse(header, error)
+            except Exception as error:
+                self._refuse(header, unforeseen("put", error))
+            else:
+                self._metrics.put_bytes.inc(own.nbytes)
+                self._metrics.put_s.observe(time.perf_counter() - began)
+
+    def _check_rows(self, headers: Sequence[ChunkHeader], batch: pa.RecordBatch) -> None:
+        """Where chunks share a batch, that its rows are theirs, and that it may be sliced at all."""
+        if len(headers) == 1:
+            return
+        said = sum(header.rows for header in headers)
+        if said != batch.num_rows:
+            raise MalformedMessage(
+                f"chunk {headers[0].id} and {len(headers) - 1} more: {batch.num_rows} rows, "
+                f"their headers say {said}"
+            )
+        try:
+            batch.validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise MalformedMessage(f"chunk {headers[0].id}: {str(error).splitlines()[0]}") from None
 
     def _refuse_unseen(self, header: ChunkHeader, batch: pa.RecordBatch, size: int) -> None:
         """What has to be refused before any value is looked at."""
@@ -195,8 +224,8 @@ def one_line(schema: pa.Schema) -> str:
     return ", ".join(f"{one.name}: {one.type} {one.metadata or ''}".rstrip() for one in schema)[:400]
 
 
-def _identify(message: flight.FlightStreamChunk) -> tuple[PutMessage, ChunkHeader]:
+def _identify(message: flight.FlightStreamChunk) -> tuple[PutMessage, list[ChunkHeader]]:
     if message.data is None or message.app_metadata is None:
         raise MalformedMessage("put stream: expected batches with a PutMessage as app_metadata")
     put = parse(PutMessage, message.app_metadata.to_pybytes(), "put message")
-    return put, ChunkHeader.from_bytes(put.header.encode())
+    return put, [ChunkHeader.from_bytes(header.encode()) for header in (put.header, *put.more)]
