@@ -102,7 +102,7 @@ class ChunkStream:
 
     def _take_chunks(self, headers: Sequence[ChunkHeader], batch: pa.RecordBatch) -> None:
         """Every chunk by itself: one chunk's fault must not end the stream that others share."""
-        first = 0
+        first, row_bytes = 0, batch.nbytes / max(batch.num_rows, 1)
         for header in headers:
             began = time.perf_counter()
             own = batch if len(headers) == 1 else batch.slice(first, header.rows)
@@ -114,7 +114,7 @@ class ChunkStream:
             except Exception as error:
                 self._refuse(header, unforeseen("put", error))
             else:
-                self._metrics.put_bytes.inc(own.nbytes)
+                self._metrics.put_bytes.inc(row_bytes * header.rows)
                 self._metrics.put_s.observe(time.perf_counter() - began)
 
     def _check_rows(self, headers: Sequence[ChunkHeader], batch: pa.RecordBatch) -> None:
