@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from arrow_tq_schemas.chunks import Chunk
 from arrow_tq_schemas.commands import Command, Reply, StepCommit, StepResult
 from arrow_tq_schemas.fields import Field
+from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.spans import Spans
 
 
@@ -57,6 +58,54 @@ class PutHandle(Protocol):
         """Return when every chunk is stored; raise the first error, or ``DeadlineExceeded``."""
 
 
+class Header(NamedTuple):
+    """What is written beside a chunk's values, ready to be written."""
+
+    chunk_id: ChunkId
+    epoch: int
+    start: int
+    checksum: str
+    raw: bytes
+    """The ``ChunkHeader`` as JSON."""
+
+
+class Place(Protocol):
+    """Room for the same rows of every layer group of a field, in the store's own memory.
+
+    Nobody sees anything of it before ``publish``; either that or ``abandon`` has to follow at once.
+    """
+
+    @property
+    def values(self) -> list[npt.NDArray[np.generic]]:
+        """``[rows, *group item]`` in the storage dtype, one a layer group, to be written to."""
+
+    def publish(self, headers: Sequence[Header]) -> None:
+        """What was written is complete: one chunk a layer group, no row null."""
+
+    def abandon(self) -> None:
+        """Nothing comes after all. Also after ``publish``, where it does nothing."""
+
+    def withdraw(self) -> None:
+        """Take back what was published, where another part of the same put failed."""
+
+
+class Placer(Protocol):
+    """Stores rows without a copy of their own: whoever converts them writes them where they will stay."""
+
+    def reserve(self, field: Field, run: str, rows: int, header_bytes: int) -> Place | None:
+        """Room for a chunk a layer group; None: put them the other way (``Backend.put``).
+
+        Args:
+            header_bytes: length of each ``Header.raw``.
+
+        Raises:
+            StoreFull: no room; nothing is held.
+        """
+
+    def stored(self, run: str, places: Sequence[Place]) -> PutHandle:
+        """A handle for what was published in these places."""
+
+
 class Backend(Protocol):
     """A store without its front. All methods may be called from any thread."""
 
@@ -67,6 +116,10 @@ class Backend(Protocol):
     @property
     def puts_in_background(self) -> bool:
         """Whether ``put`` may return before it has read the chunks' memory."""
+
+    @property
+    def placer(self) -> Placer | None:
+        """How rows are written in place; None where they have to travel."""
 
     def shard(self) -> int:
         """Shard number for the next new chunk."""

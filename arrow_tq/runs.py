@@ -12,7 +12,7 @@ import pyarrow as pa
 from arrow_tq.aio import Threads
 from arrow_tq.backend import Backend
 from arrow_tq.calls import Ids, ask, checked, columns_json, read_table, segment_ids
-from arrow_tq.producer.encode import CHUNK_BYTES
+from arrow_tq.producer.encode import CHUNK_BYTES, Encoder
 from arrow_tq.producer.session import Session
 from arrow_tq.trainer.batch import Batch
 from arrow_tq.trainer.reference import BatchRef
@@ -64,6 +64,7 @@ class Run:
         self.tasks = {spec.name: Task(spec.name, _names(spec.fields)) for spec in info.tasks}
         self.chunk_bytes = CHUNK_BYTES
         self.put_timeout_s = 120.0
+        self._encoders: dict[str, Encoder] = {}
 
     def field(self, name: str) -> Field:
         """The declared field; raises ``NotFound`` naming those that exist."""
@@ -71,6 +72,13 @@ class Run:
         if found is None:
             known = ", ".join(self.fields)
             raise NotFound(f"run {self.name!r} has no field {name!r}; it has {known}", field=name)
+        return found
+
+    def encoder(self, field: Field) -> Encoder:
+        """What turns arrays into this run's chunks of a field."""
+        found = self._encoders.get(field.name)
+        if found is None or found.chunk_bytes != self.chunk_bytes:
+            found = self._encoders[field.name] = Encoder(field, self.name, self.epoch, self.chunk_bytes)
         return found
 
     # -- producers -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from arrow_tq.backend import PutHandle, Read, Rows
+from arrow_tq.backend import Placer, PutHandle, Read, Rows
 from arrow_tq.client.address import check_url
 from arrow_tq.client.commits import Commits
 from arrow_tq.client.connection import Connection
@@ -93,6 +93,10 @@ class FlightBackend:
     @property
     def puts_in_background(self) -> bool:
         return True
+
+    @property
+    def placer(self) -> Placer | None:
+        return None
 
     def shard(self) -> int:
         return 0

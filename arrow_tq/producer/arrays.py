@@ -14,12 +14,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from arrow_tq.producer.convert import out_of_range
+from arrow_tq_schemas import dtypes
 from arrow_tq_schemas.chunks import from_array
 from arrow_tq_schemas.errors import InvalidField
 from arrow_tq_schemas.fields import Field
 
 Mask = npt.NDArray[np.bool_]
 _NUMERIC = "biuf"
+_PLAIN = {np.dtype(name): name for name in dtypes.NAMES if name != "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +44,11 @@ def as_source(field: Field, array: object, start: int) -> Source:
     Raises:
         InvalidField: no numbers, ``None`` inside, ragged, masked, or not ``[rows, *field.shape]``.
     """
+    if type(array) is np.ndarray and array.shape[1:] == field.shape and array.ndim:
+        # The way of most arrays, at a twentieth of the cost of finding out what else it might be.
+        name = _PLAIN.get(array.dtype)
+        if name is not None:
+            return Source(array, None, name, False)
     if isinstance(array, pa.Array | pa.ChunkedArray):
         source = _from_arrow(field, array, start)
     elif hasattr(array, "detach") and hasattr(array, "cpu"):

@@ -5,29 +5,37 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
+from xxhash import xxh3_128
 
-from arrow_tq.producer.arrays import Source, as_source
+from arrow_tq.backend import Header, Place, Placer
+from arrow_tq.producer.arrays import Mask, Source, as_source
 from arrow_tq.producer.convert import Conversion
-from arrow_tq_schemas.chunks import Chunk, ChunkHeader, checksum
+from arrow_tq.producer.filling import fill
+from arrow_tq.producer.private import Values, convert, selections
+from arrow_tq_schemas.chunks import (
+    Chunk,
+    ChunkHeader,
+    begin_checksum,
+    checksum,
+    header_json,
+    header_parts,
+)
 from arrow_tq_schemas.errors import InvalidInput
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
-from arrow_tq_schemas.receipts import Receipt, StoredChunk
+from arrow_tq_schemas.receipts import Receipt, StoredChunk, stored_chunk, trusted_receipt
 
 CHUNK_BYTES = 8 << 20
 """Payload of one chunk of one layer group, about: large enough that a chunk's cost is its bytes."""
-BLOCK_BYTES = 512 << 10
-"""What is checked and cast at a time: small enough to stay in the processor's cache."""
 ROWS_MAX = (1 << 31) - 1
 POSITION_MAX = 1 << 48
 
-_Values = npt.NDArray[np.generic]
-_Mask = npt.NDArray[np.bool_]
+NO_DIGEST = 32 * "0"
+"""As long as a chunk's id, and as its checksum, before they are known."""
 
 
 class IdSource(Protocol):
@@ -46,6 +54,8 @@ class Encoded:
     receipt: Receipt
     copied: bool
     """False: chunks still reference the caller's memory."""
+    places: list[Place] = field(default_factory=list)
+    """What is stored already, where it was written; the receipt has it, the lists of chunks do not."""
 
     @property
     def nbytes(self) -> int:
@@ -55,18 +65,153 @@ class Encoded:
     def copy(self) -> Encoded:
         """The same chunks over memory of their own."""
         chunks = [[replace(one, values=one.values.copy()) for one in group] for group in self.chunks_by_group]
-        return Encoded(chunks, self.receipt, True)
+        return Encoded(chunks, self.receipt, True, self.places)
 
 
-@dataclass(frozen=True, slots=True)
-class _Writer:
-    """Who writes what: everything that the chunks of one put share."""
+class Encoder:
+    """Turns arrays into chunks of one field for one writer. Thread-safe.
 
-    field: Field
-    run: str
-    epoch: int
-    shard: int
-    ids: IdSource
+    Args:
+        field: the declared field.
+        run: the run's name.
+        epoch: the epoch in which the writer joined.
+        chunk_bytes: payload of a chunk in the largest layer group, at most (one row at least).
+    """
+
+    def __init__(self, field: Field, run: str, epoch: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.field = field
+        self.run = run
+        self.epoch = epoch
+        self.chunk_bytes = chunk_bytes
+        self._rows_per_chunk = rows_per_chunk(field, chunk_bytes)
+        self._groups = len(field.groups)
+        self._row_bytes = field.row_bytes
+        self._selections = selections(field)
+        self._header = header_parts(run, epoch, field.name)
+        self._conversions: dict[str, Conversion] = {}
+
+    def encode(
+        self, array: object, start: int, shard: int, ids: IdSource, placer: Placer | None = None
+    ) -> Encoded:
+        """As ``encode``; with a placer, rows are written where they will stay wherever it has room for them.
+
+        Raises:
+            InvalidField, ValueOutOfRange, InvalidInput: as ``encode``; nothing of the array is stored.
+            StoreFull: the placer has no room; nothing of the array is stored.
+        """
+        start = _position(self.field, start)
+        source = as_source(self.field, array, start)
+        rows = len(source.values)
+        if start + rows > POSITION_MAX:
+            raise InvalidInput(
+                f"field {self.field.name!r}: positions end at {start + rows}, at most {POSITION_MAX}"
+            )
+        conversion = self._conversions.get(source.dtype)
+        if conversion is None:
+            conversion = self._conversions[source.dtype] = Conversion.plan(self.field, source.dtype)
+        put = _Put(self, conversion, source, start, shard, ids)
+        try:
+            for piece in _pieces(rows, self._rows_per_chunk):
+                if placer is None or not put.place(placer, piece):
+                    put.convert(piece)
+        except BaseException:
+            put.withdraw()
+            raise
+        return put.encoded(rows)
+
+
+class _Put:
+    """One array on its way."""
+
+    def __init__(
+        self, encoder: Encoder, conversion: Conversion, source: Source, start: int, shard: int, ids: IdSource
+    ) -> None:
+        self._encoder = encoder
+        self._conversion = conversion
+        self._source = source
+        self._start = start
+        self._shard = shard
+        self._ids = ids
+        self._chunks: list[list[Chunk]] = [[] for _ in range(encoder._groups)]
+        self._stored: list[StoredChunk] = []
+        self._places: list[Place] = []
+        self._copied = True
+
+    def place(self, placer: Placer, piece: tuple[int, int]) -> bool:
+        """Write rows ``[first, end)`` into the store's memory; False where they have to be converted."""
+        encoder, source = self._encoder, self._source
+        first, end = piece
+        if source.valid is not None and not source.valid[first:end].all():
+            return False
+        rows, start = end - first, self._start + first
+        name, run, epoch = encoder.field.name, encoder.run, encoder.epoch
+        raw = header_json(encoder._header, NO_DIGEST, start, rows, NO_DIGEST)
+        place = placer.reserve(encoder.field, run, rows, len(raw))
+        if place is None:
+            return False
+        try:
+            family = self._ids.next(self._shard)
+            ids = [family] if encoder._groups == 1 else list(map(family.sibling, range(encoder._groups)))
+            digests = [begin_checksum(one, run, epoch, name, start, rows) for one in ids]
+            if not fill(
+                *(self._conversion, source.values[first:end], source.dtype, start),
+                *(place.values, encoder._selections, digests),
+            ):
+                return False
+            headers = [
+                self._heading(one, start, rows, digest) for one, digest in zip(ids, digests, strict=True)
+            ]
+            self._places.append(place)
+            place.publish(headers)
+        finally:
+            place.abandon()
+        self._stored.append(
+            stored_chunk(headers[0].chunk_id.hex, start, rows, rows * encoder._row_bytes, len(ids))
+        )
+        return True
+
+    def convert(self, piece: tuple[int, int]) -> None:
+        """Make chunks of rows ``[first, end)``, in memory of their own where they have to be changed."""
+        start = self._start + piece[0]
+        values, valid, private = convert(
+            self._conversion, self._source, self._encoder._selections, piece, self._start
+        )
+        family = self._ids.next(self._shard)
+        chunks = [self._chunk(family.sibling(group), one, valid, start) for group, one in enumerate(values)]
+        for of_group, chunk in zip(self._chunks, chunks, strict=True):
+            of_group.append(chunk)
+        self._stored.append(_stored(self._encoder.field, chunks, valid))
+        self._copied = self._copied and private
+
+    def withdraw(self) -> None:
+        """Another part of the array does not fit: what is stored goes."""
+        for place in reversed(self._places):
+            place.withdraw()
+
+    def encoded(self, rows: int) -> Encoded:
+        encoder = self._encoder
+        receipt = trusted_receipt(
+            encoder.run, encoder.epoch, encoder.field.name, self._start, rows, self._stored
+        )
+        return Encoded(self._chunks, receipt, self._copied, self._places)
+
+    def _heading(self, chunk_id: ChunkId, start: int, rows: int, digest: xxh3_128) -> Header:
+        encoder, checksum = self._encoder, digest.hexdigest()
+        raw = header_json(encoder._header, chunk_id.hex, start, rows, checksum)
+        return Header(chunk_id, encoder.epoch, start, checksum, raw)
+
+    def _chunk(self, chunk_id: ChunkId, values: Values, valid: Mask | None, start: int) -> Chunk:
+        run, epoch, name = self._encoder.run, self._encoder.epoch, self._encoder.field.name
+        header = ChunkHeader(
+            id=chunk_id.hex,
+            run=run,
+            epoch=epoch,
+            field=name,
+            start=start,
+            rows=len(values),
+            checksum=checksum(chunk_id, run, epoch, name, start, values, valid),
+        )
+        return Chunk(header, values, valid)
 
 
 def encode(
@@ -103,25 +248,7 @@ def encode(
         ValueOutOfRange: a value does not fit; names field, value, position and index inside the item.
         InvalidInput: ``start`` is no position.
     """
-    start = _position(field, start)
-    source = as_source(field, array, start)
-    rows = len(source.values)
-    if start + rows > POSITION_MAX:
-        raise InvalidInput(f"field {field.name!r}: positions end at {start + rows}, at most {POSITION_MAX}")
-    conversion = Conversion.plan(field, source.dtype)
-    writer = _Writer(field, run, epoch, shard, ids)
-    chunks_by_group: list[list[Chunk]] = [[] for _ in field.groups]
-    stored: list[StoredChunk] = []
-    copied = True
-    for first, end in _pieces(rows, rows_per_chunk(field, chunk_bytes)):
-        values, valid, private = _convert(conversion, source, first, end, start)
-        chunks = _chunks(writer, values, valid, start + first)
-        for of_group, chunk in zip(chunks_by_group, chunks, strict=True):
-            of_group.append(chunk)
-        stored.append(_stored(field, chunks, valid))
-        copied = copied and private
-    receipt = Receipt(run=run, epoch=epoch, field=field.name, start=start, rows=rows, chunks=stored)
-    return Encoded(chunks_by_group, receipt, copied)
+    return Encoder(field, run, epoch, chunk_bytes).encode(array, start, shard, ids)
 
 
 def _position(field: Field, start: int) -> int:
@@ -149,85 +276,7 @@ def _pieces(rows: int, at_most: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def _convert(
-    conversion: Conversion, source: Source, first: int, end: int, start: int
-) -> tuple[list[_Values], _Mask | None, bool]:
-    """Rows ``[first, end)`` by layer group, which of them are valid, and whether they are a copy."""
-    field, storage = conversion.field, conversion.field.type.numpy
-    given = source.values[first:end]
-    missing = None if source.valid is None else ~source.valid[first:end]
-    nulls: _Mask = np.zeros(end - first, dtype=np.bool_) if missing is None else missing
-    in_place = (
-        len(field.groups) == 1
-        and source.dtype in (field.dtype, storage.name)
-        and not conversion.narrows_float
-        and given.dtype.isnative
-        and given.flags.c_contiguous
-        and given.flags.aligned
-        and not nulls.any()
-    )
-    if in_place and conversion.bounds is None:
-        return [given.view(storage)], None, source.private
-    shapes = [field.group_shape(group) for group in range(len(field.groups))]
-    out = [] if in_place else [np.empty((end - first, *shape), storage) for shape in shapes]
-    selections = _selections(field)
-    step = max(1, BLOCK_BYTES // max(given.itemsize * field.row_bytes // storage.itemsize, 1))
-    for row in range(0, end - first, step):
-        block, blanks = given[row : row + step], nulls[row : row + step]
-        if blanks.any():
-            block = block.copy()
-            block[blanks] = 0
-        block, found = conversion.apply(block, source.dtype, start + first + row)
-        if found is not None:
-            blanks |= found
-        for target, selection in zip(out, selections, strict=False):
-            np.copyto(target[row : row + step], block[selection], casting="unsafe")
-    if in_place:
-        out = [given.view(storage)]
-    if not nulls.any():
-        return out, None, source.private or not in_place
-    if in_place:
-        out = [values.copy() for values in out]
-    for values in out:
-        values[nulls] = 0
-    return out, ~nulls, True
-
-
-def _selections(field: Field) -> list[tuple[slice, ...]]:
-    """Index of each layer group inside ``[rows, *field.shape]``."""
-    if field.layer_axis is None:
-        return [(slice(None),)]
-    selections, first = [], 0
-    for layers in field.groups:
-        before = (slice(None),) * (1 + field.layer_axis)
-        selections.append((*before, slice(first, first + len(layers))))
-        first += len(layers)
-    return selections
-
-
-def _chunks(writer: _Writer, by_group: Sequence[_Values], valid: _Mask | None, start: int) -> list[Chunk]:
-    """Sibling chunks of the same rows, one a layer group."""
-    family = writer.ids.next(writer.shard)
-    return [
-        _chunk(writer, family.sibling(group), values, valid, start) for group, values in enumerate(by_group)
-    ]
-
-
-def _chunk(writer: _Writer, chunk_id: ChunkId, values: _Values, valid: _Mask | None, start: int) -> Chunk:
-    name = writer.field.name
-    header = ChunkHeader(
-        id=chunk_id.hex,
-        run=writer.run,
-        epoch=writer.epoch,
-        field=name,
-        start=start,
-        rows=len(values),
-        checksum=checksum(chunk_id, writer.run, writer.epoch, name, start, values, valid),
-    )
-    return Chunk(header, values, valid)
-
-
-def _stored(field: Field, chunks: Sequence[Chunk], valid: _Mask | None) -> StoredChunk:
+def _stored(field: Field, chunks: Sequence[Chunk], valid: Mask | None) -> StoredChunk:
     header = chunks[0].header
     return StoredChunk(
         id=header.id,
@@ -240,7 +289,7 @@ def _stored(field: Field, chunks: Sequence[Chunk], valid: _Mask | None) -> Store
     )
 
 
-def _runs(valid: _Mask) -> list[tuple[int, int]]:
+def _runs(valid: Mask) -> list[tuple[int, int]]:
     """Half-open runs of True."""
     edges = np.flatnonzero(np.diff(valid, prepend=False, append=False)).reshape(-1, 2)
     return [(first, end) for first, end in edges.tolist()]

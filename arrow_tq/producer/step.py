@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from arrow_tq.backend import PutHandle
 from arrow_tq.calls import ask
 from arrow_tq.producer.branch import Branch
-from arrow_tq.producer.encode import Encoded, encode
+from arrow_tq.producer.encode import Encoded
 from arrow_tq.producer.stream import AsyncStepStream, StepStream
 from arrow_tq_schemas.commands import Done, DropChunks, StepCommit
 from arrow_tq_schemas.errors import ArrowTQError, Conflict, MalformedMessage
@@ -73,17 +73,9 @@ class Step:
         self.check_open("put")
         run = self.session.run
         declared = run.field(field)
-        encoded = encode(
-            declared,
-            array,
-            start,
-            run=run.name,
-            epoch=run.epoch,
-            shard=run.backend.shard(),
-            ids=run.ids,
-            chunk_bytes=run.chunk_bytes,
-        )
-        if not encoded.copied and run.backend.puts_in_background and encoded.nbytes <= COPY_BYTES_MAX:
+        backend = run.backend
+        encoded = run.encoder(declared).encode(array, start, backend.shard(), run.ids, backend.placer)
+        if not encoded.copied and backend.puts_in_background and encoded.nbytes <= COPY_BYTES_MAX:
             encoded = encoded.copy()
         self.store(declared, encoded, encoded.copied)
         self._receipts.append(encoded.receipt)
@@ -179,6 +171,10 @@ class Step:
         """
         run = self.session.run
         self._written.append(encoded.receipt)
+        if encoded.places:
+            placer = run.backend.placer
+            assert placer is not None
+            self._pending.append(placer.stored(run.name, encoded.places))
         handles = [run.backend.put(declared, chunks) for chunks in encoded.chunks_by_group if chunks]
         if private:
             self._pending.extend(handles)

@@ -17,6 +17,7 @@ from arrow_tq.store.attempts import Attempts
 from arrow_tq.store.catalog import Catalog, CatalogConfig
 from arrow_tq.store.config import EngineConfig
 from arrow_tq.store.directory import Directory
+from arrow_tq.store.placing import STORED, EnginePlacer, Stored
 from arrow_tq.store.reading import Reader
 from arrow_tq.store.receiving import receive
 from arrow_tq.store.rewrites import Rewrites
@@ -30,6 +31,7 @@ from arrow_tq_schemas.commands import (
     CommitSteps,
     Done,
     DropChunks,
+    Durability,
     Empty,
     GetPressure,
     GetStats,
@@ -47,13 +49,6 @@ from arrow_tq_schemas.errors import Conflict, NotFound
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.tickets import PutStream
-
-
-class Stored:
-    """The handle of a put that is finished when it returns."""
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Nothing to wait for."""
 
 
 class Engine:
@@ -89,6 +84,7 @@ class Engine:
         self._rewrites = Rewrites(self._shard, self._catalog)
         self._attempts = Attempts(self._shard, self._catalog)
         self._admission = Admission(self._shard, self._catalog, config.soft_mark)
+        self._placer = EnginePlacer(self, self._shard)
         self._closing = threading.Lock()
         self._closed = False
         self._upkeep = Upkeep(self._shard, self._catalog, config.orphan_ttl_s, config.upkeep_period_s)
@@ -105,6 +101,10 @@ class Engine:
     @property
     def puts_in_background(self) -> bool:
         return False
+
+    @property
+    def placer(self) -> EnginePlacer:
+        return self._placer
 
     def shard(self) -> int:
         return 0
@@ -171,7 +171,7 @@ class Engine:
             self._shard.put(field, chunk, durability)
         if chunks:
             self.sync(chunks[0].header.run)
-        return Stored()
+        return STORED
 
     def receive(self, stream: PutStream, header: ChunkHeader, batch: pa.RecordBatch) -> None:
         """Store a chunk that came from the network, after validating all of it.
@@ -185,6 +185,11 @@ class Engine:
         info = self._catalog.run_info(stream.run)
         chunk = receive(stream, field, info, header, batch)
         self._shard.put(field, chunk, info.durability)
+
+    def durability(self, run: str) -> Durability:
+        """What the run declares."""
+        self._check_open()
+        return self._catalog.run_info(run).durability
 
     def sync(self, run: str) -> None:
         """Return when what was put before is as durable as the run declares."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from dataclasses import dataclass, field as slot
 from pathlib import Path
@@ -11,17 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from arrow_tq.layout.appender import Appender, Reserved
+from arrow_tq.layout.columns import ColumnLayout
 from arrow_tq.store.extent_key import ExtentKey
 from arrow_tq.store.mapped_file import MappedFile
 from arrow_tq.store.space import Space
-from arrow_tq_schemas.chunks import METADATA_KEY, Chunk, ChunkHeader, to_array
+from arrow_tq_schemas.chunks import Chunk, ChunkHeader
 from arrow_tq_schemas.errors import InternalError
 from arrow_tq_schemas.ids import ChunkId
 
 MESSAGE_SLACK_BYTES = 4096
 """More than a batch's message takes beside its body, and than the end-of-stream marker."""
-END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-_WORD = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +59,7 @@ class Extent:
     number: int
     file: MappedFile
     schema: pa.Schema
-    item_shape: tuple[int, ...]
-    dtype: np.dtype[np.generic]
+    layout: ColumnLayout
     used_bytes: int = 0
     chunks: int = 0
     sealed: bool = False
@@ -72,34 +70,40 @@ class Extent:
     """Of this extent's own mapping: its file may become another extent's, with another mapping."""
     written: list[ChunkId] = slot(default_factory=list)
     """Ids in the order of their appends, while it is live."""
-    _sink: pa.FixedSizeBufferWriter | None = None
-    _writer: pa.ipc.RecordBatchStreamWriter | None = None
+    _appender: Appender | None = None
 
     @classmethod
     def create(
-        cls, key: ExtentKey, number: int, path: Path, schema: pa.Schema, size_bytes: int, space: Space
+        cls,
+        key: ExtentKey,
+        number: int,
+        path: Path,
+        schema: pa.Schema,
+        size_bytes: int,
+        space: Space,
+        layout: ColumnLayout | None = None,
     ) -> Extent:
         """A new live extent, still without blocks."""
-        return cls.over(key, number, MappedFile.create(path, size_bytes, space), schema)
+        return cls.over(key, number, MappedFile.create(path, size_bytes, space), schema, layout)
 
     @classmethod
-    def over(cls, key: ExtentKey, number: int, file: MappedFile, schema: pa.Schema) -> Extent:
+    def over(
+        cls,
+        key: ExtentKey,
+        number: int,
+        file: MappedFile,
+        schema: pa.Schema,
+        layout: ColumnLayout | None = None,
+    ) -> Extent:
         """A new live extent in a file that has blocks already."""
-        return cls._of(key, number, file, schema)
+        return cls(key, number, file, schema, layout or ColumnLayout(schema))
 
     @classmethod
     def reopen(cls, key: ExtentKey, number: int, file: MappedFile, schema: pa.Schema) -> Extent:
         """A sealed extent of an earlier process."""
-        extent = cls._of(key, number, file, schema)
+        extent = cls.over(key, number, file, schema)
         extent.sealed = True
         return extent
-
-    @classmethod
-    def _of(cls, key: ExtentKey, number: int, file: MappedFile, schema: pa.Schema) -> Extent:
-        kind = schema.field(0).type
-        shape = tuple(kind.shape) if isinstance(kind, pa.BaseExtensionType) else ()
-        value = kind.value_type if isinstance(kind, pa.BaseExtensionType) else kind
-        return cls(key, number, file, schema, shape, np.dtype(value.to_pandas_dtype()))
 
     def __post_init__(self) -> None:
         self.view = self.file.view
@@ -108,44 +112,72 @@ class Extent:
     def rest_bytes(self) -> int:
         return self.file.size_bytes - self.used_bytes
 
-    @staticmethod
-    def needed_bytes(chunk: Chunk) -> int:
-        """Bytes that appending ``chunk`` may take at most, a first schema message included."""
-        valid = 0 if chunk.valid is None else len(chunk.valid) // 8
-        return chunk.values.nbytes + valid + 2 * MESSAGE_SLACK_BYTES
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        return self.layout.item_shape
+
+    def reserve(self, rows: int, metadata_bytes: int, nullable: bool = False) -> Reserved:
+        """Room for a chunk behind the last one; its blocks must be allocated. Nothing is shown of it yet."""
+        if self._appender is None:
+            self._appender = Appender(np.frombuffer(self.file.map, np.uint8), self.schema, self.layout)
+            self._appender.begin()
+            self.used_bytes = self._appender.used_bytes
+        reserved = self._appender.reserve(rows, metadata_bytes, nullable)
+        if reserved.end > self.file.allocated_bytes:
+            raise InternalError(f"{self.file.path}: a message larger than was allocated for it")
+        return reserved
+
+    def complete(
+        self,
+        chunk_id: ChunkId,
+        reserved: Reserved,
+        header: bytes,
+        epoch: int,
+        start: int,
+        checksum: str,
+        valid: npt.NDArray[np.bool_] | None = None,
+    ) -> Entry:
+        """End what was reserved: its values are written. The entry is for the index."""
+        assert self._appender is not None
+        self._appender.complete(reserved, header, valid)
+        self.used_bytes = reserved.end
+        self.appended_at = time.monotonic()
+        self.written.append(chunk_id)
+        plan = reserved.plan
+        return Entry(
+            self, reserved.offset, plan.length, plan.rows, plan.valid_bytes > 0, start, epoch, checksum, True
+        )
 
     def append(self, chunk: Chunk) -> Entry:
         """Write the chunk's batch; its blocks must be allocated. The entry is for the index."""
         header = chunk.header
-        # Arrow writes no validity bits where nothing is null.
-        nullable = chunk.valid is not None and not chunk.valid.all()
-        if self._writer is None or self._sink is None:
-            self._sink = pa.FixedSizeBufferWriter(pa.py_buffer(self.file.map))
-            self._writer = pa.ipc.new_stream(self._sink, self.schema)
-        if not self.used_bytes:
-            self._write_first(chunk)
-        else:
-            self._write(chunk)
-        offset, self.used_bytes = self.used_bytes, self._sink.tell()
-        self.appended_at = time.monotonic()
-        self.written.append(header.chunk_id)
-        return Entry(
-            self, offset, self.used_bytes - offset, header.rows, nullable, header.start,
-            header.epoch, header.checksum, verified=True,
-        )  # fmt: skip
+        # Like Arrow: no validity bits where nothing is null.
+        valid = None if chunk.valid is None or chunk.valid.all() else chunk.valid
+        stored = header.model_copy(update={"token": ""}) if header.token else header
+        raw = stored.to_bytes()
+        reserved = self.reserve(header.rows, len(raw), valid is not None)
+        np.copyto(reserved.values, chunk.values)
+        return self.complete(
+            *(header.chunk_id, reserved, raw, header.epoch, header.start, header.checksum), valid
+        )
+
+    def take_back(self, entry: Entry) -> bool:
+        """Use the room of a dropped chunk again; only where nothing was appended behind it."""
+        if self._appender is None or entry.offset + entry.length != self.used_bytes:
+            return False
+        self._appender.rewind(entry.offset)
+        self.used_bytes = entry.offset
+        self.written.pop()
+        return True
 
     def chunk(self, chunk_id: ChunkId, entry: Entry) -> Chunk:
         """The chunk at ``entry``: read-only views of the mapping. Raises ``ValueError`` once unmapped."""
-        count = entry.rows * int(np.prod(self.item_shape, dtype=np.int64))
-        size = count * self.dtype.itemsize
-        end = entry.offset + entry.length
-        values = np.frombuffer(self.view, self.dtype, count, end - _pad(size))
-        valid: npt.NDArray[np.bool_] | None = None
-        if entry.nullable:
-            first = end - _pad(size) - _pad(-(-entry.rows // 8))
-            bits = np.frombuffer(self.view, np.uint8, -(-entry.rows // 8), first)
-            valid = np.unpackbits(bits, bitorder="little", count=entry.rows).view(np.bool_)
-        return Chunk(self.header(chunk_id, entry), values.reshape(entry.rows, *self.item_shape), valid)
+        view = self.view
+        values, valid = self.layout.read(
+            lambda first, size: view[first : first + size],
+            *(entry.offset + entry.length, entry.rows, entry.nullable),
+        )
+        return Chunk(self.header(chunk_id, entry), values, valid)
 
     def header(self, chunk_id: ChunkId, entry: Entry) -> ChunkHeader:
         return ChunkHeader.model_construct(
@@ -158,32 +190,15 @@ class Extent:
         if self.sealed:
             return
         self.sealed = True
-        if self._writer is not None:
-            self._writer.close()
-            assert self._sink is not None
-            end = self._sink.tell()
-            self._writer = self._sink = None
+        end = 0
+        if self._appender is not None:
+            end = self._appender.end()
+            self._appender = None
             self.written = []
-            self.file.shrink(end)
-        else:
-            self.file.shrink(0)
-
-    def _write_first(self, chunk: Chunk) -> None:
-        """The writer sends its schema message with the first batch: find out where the batch begins."""
-        self._write(chunk)
-        (size,) = struct.unpack_from("<I", self.file.map, 4)
-        self.used_bytes = _WORD + size
-
-    def _write(self, chunk: Chunk) -> None:
-        assert self._writer is not None and self._sink is not None
-        array = to_array(chunk.values, chunk.valid, self.schema.field(0).type)
-        batch = pa.RecordBatch.from_arrays([array], schema=self.schema)
-        header = chunk.header.model_copy(update={"token": ""}) if chunk.header.token else chunk.header
-        self._writer.write_batch(batch, custom_metadata={METADATA_KEY: header.to_bytes()})
-        if self._sink.tell() > self.file.allocated_bytes:
-            raise InternalError(f"chunk {header.id}: a message larger than was allocated for it")
+        self.file.shrink(end)
 
 
-def _pad(size: int) -> int:
-    """Body buffers are padded to 8 bytes."""
-    return -(-size // _WORD) * _WORD
+def needed_bytes(layout: ColumnLayout, rows: int, nullable: bool) -> int:
+    """Bytes that a chunk of so many rows may take at most, a first schema message included."""
+    size: int = rows * layout.row_bytes + (rows // 8 if nullable else 0) + 2 * MESSAGE_SLACK_BYTES
+    return size

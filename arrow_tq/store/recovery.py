@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from arrow_tq.layout.messages import END_OF_STREAM
 from arrow_tq.logs import logger
 from arrow_tq.store import extent_schema, sidecar
-from arrow_tq.store.extent import END_OF_STREAM, Entry, Extent
+from arrow_tq.store.extent import Entry, Extent
 from arrow_tq.store.extent_key import ExtentKey, Roots, Tier
 from arrow_tq.store.mapped_file import PAGE, MappedFile
 from arrow_tq.store.space import Space

@@ -8,11 +8,13 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from arrow_tq.layout.appender import Reserved
 from arrow_tq.logs import logger
 from arrow_tq.store.directory import claim_memory
 from arrow_tq.store.extent import Entry, Extent
 from arrow_tq.store.extent_key import ExtentKey, Roots, Tier
 from arrow_tq.store.group_sync import GroupSync
+from arrow_tq.store.placing import Place, let_go
 from arrow_tq.store.populate import Populator
 from arrow_tq.store.recovery import Recovery, RecoveryReport
 from arrow_tq.store.recycling import Recycling
@@ -91,16 +93,47 @@ class Shard:
         with stream.lock:
             if self._closed:
                 raise Conflict(f"chunk {chunk.header.id}: the shard was closed")
-            if self._is_here(chunk_id, chunk.header):
+            if self.is_here(chunk_id, chunk.header.checksum):
                 return False
-            extent = stream.room(chunk)
+            extent = stream.room(chunk.header.rows, chunk.valid is not None)
             self._publish(chunk_id, extent.append(chunk))
-            if tier == "disk":
-                self._sync.mark(extent)
-            if extent.rest_bytes < self.config.ahead_bytes < extent.used_bytes:
-                stream.make_spare()
-        self._populator.look_after(extent)
+            self._after_append(stream, extent)
         return True
+
+    def reserve(
+        self, field: Field, run: str, rows: int, header_bytes: int, durability: Durability
+    ) -> Place | None:
+        """Room for the same rows of every layer group, to be filled where they will stay.
+
+        Whoever has it keeps other writers of the field out until it is published or abandoned. None where
+        one of them is at work: two that convert at a time are faster than one that waits.
+
+        Raises:
+            StoreFull: no room; nothing is held.
+            StoreInUse: in a fork of the process that opened the shard.
+        """
+        self._check_process()
+        tier: Tier = "disk" if durability == "disk" else "memory"
+        held: list[tuple[Stream, Extent, Reserved]] = []
+        try:
+            for group in range(len(field.groups)):
+                key = ExtentKey(run, field.name, group, tier)
+                stream = self._streams.get(key) or self._open_stream(key, field)
+                if not stream.lock.acquire(blocking=False):
+                    let_go(held)
+                    return None
+                try:
+                    if self._closed:
+                        raise Conflict(f"put to run {run!r}: the shard was closed")
+                    extent = stream.room(rows)
+                    held.append((stream, extent, extent.reserve(rows, header_bytes)))
+                except BaseException:
+                    stream.lock.release()
+                    raise
+        except BaseException:
+            let_go(held)
+            raise
+        return Place(self, held)
 
     def sync(self, run: str) -> None:
         """Return when all that was put before is on disk, whichever run it is of."""
@@ -260,27 +293,47 @@ class Shard:
                 self._unpinned[chunk_id] = now
         return recovery.report
 
-    def _is_here(self, chunk_id: ChunkId, header: ChunkHeader) -> bool:
+    def is_here(self, chunk_id: ChunkId, checksum: str) -> bool:
+        """Whether the same chunk is stored; raises ``Conflict`` where another one has its id."""
         entry = self._index.get(chunk_id)
         if entry is None or entry.corrupt:
             # A damaged chunk that comes again is stored again.
             return False
-        if entry.checksum != header.checksum:
+        if entry.checksum != checksum:
             raise Conflict(
-                f"chunk {header.id} is stored with checksum {entry.checksum}, the new one has "
-                f"{header.checksum}",
-                id=header.id,
+                f"chunk {chunk_id.hex} is stored with checksum {entry.checksum}, the new one has {checksum}",
+                id=chunk_id.hex,
             )
         return True
+
+    def publish(self, stream: Stream, chunk_id: ChunkId, entry: Entry) -> None:
+        """Show a chunk that was completed in its place; the stream's lock is held."""
+        self._publish(chunk_id, entry)
+        self._after_append(stream, entry.extent)
+
+    def withdraw(self, stored: Sequence[tuple[Stream, ChunkId, Entry]]) -> None:
+        """Forget chunks of a put that failed, the last one first, and use their room again if possible."""
+        for stream, chunk_id, entry in reversed(stored):
+            with stream.lock:
+                if self.drop_unpinned([chunk_id]) and stream.live is entry.extent:
+                    entry.extent.take_back(entry)
+
+    def _after_append(self, stream: Stream, extent: Extent) -> None:
+        if extent.key.tier == "disk":
+            self._sync.mark(extent)
+        if extent.rest_bytes < self.config.ahead_bytes < extent.used_bytes:
+            stream.make_spare()
+        self._populator.look_after(extent)
 
     def _publish(self, chunk_id: ChunkId, entry: Entry) -> None:
         """Show a chunk whose bytes are complete."""
         with self._lock:
             damaged = self._index.get(chunk_id)
-            self._forget(chunk_id)
+            if damaged is not None:
+                self._forget(chunk_id)
+                entry.pinned = damaged.pinned
             self._index[chunk_id] = entry
             entry.extent.chunks += 1
-            entry.pinned = damaged is not None and damaged.pinned
             if not entry.pinned:
                 self._unpinned[chunk_id] = time.monotonic()
 

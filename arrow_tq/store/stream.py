@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from arrow_tq.layout.columns import ColumnLayout
 from arrow_tq.logs import logger
 from arrow_tq.store import extent_schema, sidecar
-from arrow_tq.store.extent import Entry, Extent
+from arrow_tq.store.extent import Entry, Extent, needed_bytes
 from arrow_tq.store.extent_key import ExtentKey, Roots, sync_folders
 from arrow_tq.store.populate import Populator
 from arrow_tq.store.recycling import Recycling
 from arrow_tq.store.shard_config import ShardConfig
 from arrow_tq.store.space import Space
-from arrow_tq_schemas.chunks import Chunk
 from arrow_tq_schemas.errors import StoreFull, Unavailable
 from arrow_tq_schemas.ids import ChunkId
 
@@ -63,15 +63,16 @@ class Stream:
         self._next_number = first_number
         self._site = site
         self._schema = extent_schema.stamp(schema, key)
+        self.layout = ColumnLayout(self._schema)
         extent_schema.keep_copy(site.roots.sidecars(key), self._schema, key)
 
-    def room(self, chunk: Chunk) -> Extent:
-        """A live extent with blocks for the chunk.
+    def room(self, rows: int, nullable: bool = False) -> Extent:
+        """A live extent with blocks for a chunk of so many rows, with or without validity bits.
 
         Raises:
             StoreFull: none can be had; nothing was left behind.
         """
-        needed = Extent.needed_bytes(chunk)
+        needed = needed_bytes(self.layout, rows, nullable)
         try:
             return self._allocated(needed)
         except StoreFull:
@@ -151,7 +152,7 @@ class Stream:
         path = site.roots.extent(key, self._next_number)
         recycled = site.recycling.take(key.run, path, size_bytes) if key.tier == "memory" else None
         if recycled is not None:
-            extent = Extent.over(key, self._next_number, recycled, self._schema)
+            extent = Extent.over(key, self._next_number, recycled, self._schema, self.layout)
             site.populator.prepare(extent)
         else:
             extent = self._new_extent(path, size_bytes)
@@ -164,7 +165,7 @@ class Stream:
     def _new_extent(self, path: Path, size_bytes: int) -> Extent:
         try:
             return Extent.create(
-                self.key, self._next_number, path, self._schema, size_bytes, self._site.space
+                *(self.key, self._next_number, path, self._schema, size_bytes, self._site.space, self.layout)
             )
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):

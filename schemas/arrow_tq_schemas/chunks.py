@@ -26,11 +26,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field as Bound, ValidationError
+from pydantic_core import to_json
 
 from arrow_tq_schemas.errors import MalformedMessage
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
 
+_U32, _U64_3 = struct.Struct("<I"), struct.Struct("<QQQ")
 METADATA_KEY = b"arrow_tq.chunk"
 Hex128 = Annotated[str, Bound(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Bound(ge=0, lt=1 << 48)]
@@ -151,18 +153,46 @@ def checksum(
 
     ``values`` must be C-contiguous and little-endian with null rows zeroed.
     """
-    run_bytes, field_bytes = run.encode(), field.encode()
-    digest = xxhash.xxh3_128(b"atq1")
-    digest.update(chunk_id.to_bytes())
-    digest.update(struct.pack("<I", len(run_bytes)) + run_bytes)
-    digest.update(struct.pack("<I", len(field_bytes)) + field_bytes)
-    digest.update(struct.pack("<QQQ", epoch, start, values.shape[0]))
-    if valid is None or valid.all():
-        digest.update(b"\x00")
-    else:
-        digest.update(b"\x01" + np.packbits(valid, bitorder="little").tobytes())
+    digest = begin_checksum(chunk_id, run, epoch, field, start, values.shape[0], valid)
     digest.update(values.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def begin_checksum(
+    chunk_id: ChunkId,
+    run: str,
+    epoch: int,
+    field: str,
+    start: int,
+    rows: int,
+    valid: npt.NDArray[np.bool_] | None = None,
+) -> xxhash.xxh3_128:
+    """A digest that has seen all of a chunk but its values, which may then come in pieces."""
+    run_bytes, field_bytes = run.encode(), field.encode()
+    bits = b"\x00"
+    if valid is not None and not valid.all():
+        bits = b"\x01" + np.packbits(valid, bitorder="little").tobytes()
+    return xxhash.xxh3_128(
+        b"".join(
+            (
+                *(b"atq1", chunk_id.to_bytes(), _U32.pack(len(run_bytes)), run_bytes),
+                *(_U32.pack(len(field_bytes)), field_bytes, _U64_3.pack(epoch, start, rows), bits),
+            )
+        )
+    )
+
+
+def header_parts(run: str, epoch: int, field: str) -> tuple[bytes, bytes]:
+    """The constant parts of the JSON of headers of one writer, for ``header_json``."""
+    said = f',"run":{to_json(run).decode()},"epoch":{epoch},"field":{to_json(field).decode()},"start":'
+    return b'{"id":"', b'"' + said.encode()
+
+
+def header_json(parts: tuple[bytes, bytes], id: str, start: int, rows: int, checksum: str) -> bytes:
+    """``ChunkHeader.to_bytes`` of trusted values: 1 us instead of 6."""
+    return b'%b%b%b%d,"rows":%d,"checksum":"%b"}' % (
+        *(parts[0], id.encode(), parts[1], start, rows, checksum.encode()),
+    )
 
 
 def verify(chunk: Chunk) -> bool:

@@ -33,6 +33,10 @@ class ChunkId:
 
     value: int
 
+    def __hash__(self) -> int:
+        # The one that would be generated hashes a tuple: twice the cost, at several look-ups a chunk.
+        return hash(self.value)
+
     @classmethod
     def make(cls, time_ms: int, shard: int, group: int, random: int) -> ChunkId:
         """An id from its parts; each must be within its bits."""

@@ -39,6 +39,7 @@ class Background:
         self._inner = run.backend
         self._seconds = seconds
         self.puts_in_background = True
+        self.placer = None
         self.error: errors.ArrowTQError | None = None
 
     def put(self, field: Field, chunks: Sequence[Chunk]) -> Later:
