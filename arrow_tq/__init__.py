@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arrow_tq_schemas import errors, presets as fields
+from arrow_tq_schemas.blobs import BlobRef
 from arrow_tq_schemas.fields import Field, Task
 from arrow_tq_schemas.receipts import Receipt
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from arrow_tq.client import ClientOptions
     from arrow_tq.interface import Store
 
-__all__ = ["Field", "Receipt", "Task", "connect", "errors", "fields", "open"]
+__all__ = ["BlobRef", "Field", "Receipt", "Task", "connect", "errors", "fields", "open"]
 __version__ = "0.1.0"
 
 

@@ -11,12 +11,14 @@ import pyarrow as pa
 
 from arrow_tq.aio import Threads
 from arrow_tq.backend import Backend
+from arrow_tq.blobs import read_blob
 from arrow_tq.calls import Ids, ask, checked, columns_json, read_table, segment_ids
 from arrow_tq.producer.encode import CHUNK_BYTES, Encoder
 from arrow_tq.producer.session import Session
 from arrow_tq.trainer.batch import Batch
 from arrow_tq.trainer.reference import BatchRef
 from arrow_tq.trainer.tables import segment_table
+from arrow_tq_schemas.blobs import BlobRef
 from arrow_tq_schemas.commands import (
     AttachClaim,
     Claim,
@@ -94,6 +96,9 @@ class Run:
     ) -> Session:
         """Open a session, or open it again while it is open.
 
+        One that is finalized opens too, by its id alone, for ``finalize`` of its other view; its ``status``
+        says so, and it takes no steps.
+
         Args:
             id: the session's id, unique in the run for ever.
             group: the group it belongs to (the samples of one prompt).
@@ -103,7 +108,7 @@ class Run:
             columns: further columns of the session, inherited by its segments.
 
         Raises:
-            SessionClosed: it was finalized, aborted or discarded.
+            SessionClosed: it was aborted or discarded, or it is finalized and more than its id is given.
             StoreFull: past the soft mark only sessions that are open already get room; retryable.
         """
         command = self._open_session(id, group, tasks, ttl_s, columns)
@@ -211,7 +216,10 @@ class Run:
     # -- people --------------------------------------------------------------------------------
 
     def sql(self, query: str) -> pa.Table:
-        """DuckDB SQL over this run's tables: runs, sessions, steps, segments, spans, chunks."""
+        """DuckDB SQL over this run's tables.
+
+        These are: runs, sessions, steps, segments, spans, chunks, blobs, step_blobs.
+        """
         return read_table(self.backend.execute(RunQuery(query=query, run=self.name)).blobs[0])
 
     def table(self, ids: Ids, fields: Sequence[str] | None = None, view: View = "lineage") -> pa.Table:
@@ -224,6 +232,15 @@ class Run:
         return segment_table(
             self.backend, self.name, [self.field(name) for name in names], segment_ids(ids), view
         )
+
+    def blob(self, blob: BlobRef | str) -> bytes:
+        """The content of a file that a step attached, by its reference (also as JSON) or its id.
+
+        Raises:
+            NotFound: no committed step of the run attached it.
+            ChunkReleased, ChunkLost: it was let go with the last step that referred to it; it is damaged.
+        """
+        return read_blob(self.backend, self.name, blob)
 
     # -- awaitable twins -----------------------------------------------------------------------
 
@@ -288,6 +305,9 @@ class Run:
 
     async def atable(self, ids: Ids, fields: Sequence[str] | None = None, view: View = "lineage") -> pa.Table:
         return await self.threads.call(self.table, ids, fields, view)
+
+    async def ablob(self, blob: BlobRef | str) -> bytes:
+        return await self.threads.call(self.blob, blob)
 
     def __repr__(self) -> str:
         return f"Run({self.name!r}, epoch={self.epoch})"

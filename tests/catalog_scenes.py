@@ -12,6 +12,7 @@ import pyarrow as pa
 from arrow_tq.calls import read_table
 from arrow_tq.store.catalog import Catalog, CatalogConfig
 from arrow_tq_schemas import presets
+from arrow_tq_schemas.blobs import BLOB_FIELD, StepBlob, blob_id
 from arrow_tq_schemas.chunks import ChunkHeader
 from arrow_tq_schemas.commands import (
     Claim,
@@ -45,6 +46,7 @@ class Pins:
     def __init__(self) -> None:
         self.headers: dict[ChunkId, ChunkHeader] = {}
         self.pinned: set[ChunkId] = set()
+        self.contents: dict[ChunkId, bytes] = {}
         self._lock = threading.Lock()
 
     def pin(self, ids: Sequence[ChunkId]) -> list[ChunkId]:
@@ -60,6 +62,9 @@ class Pins:
 
     def header(self, chunk_id: ChunkId) -> ChunkHeader | None:
         return self.headers.get(chunk_id)
+
+    def sha256(self, ids: Sequence[ChunkId]) -> str:
+        return blob_id(b"".join(self.contents[one] for one in ids))
 
 
 class Scene:
@@ -129,6 +134,25 @@ class Scene:
             )
         chunk = StoredChunk(id=chunk_id.hex, start=start, rows=rows, bytes=rows, groups=groups)
         return Receipt(run=run, epoch=epoch, field=field, start=start, rows=rows, chunks=[chunk])
+
+    def blob(self, content: bytes, brought: bool = True, media_type: str = "image/png") -> StepBlob:
+        """A reference to a blob, with its bytes in one chunk as if a shard had stored them, or without."""
+        receipt = None
+        if brought:
+            chunk_id, size = self.ids.next(0), len(content)
+            self.pins.headers[chunk_id] = ChunkHeader(
+                id=chunk_id.hex,
+                run="demo",
+                epoch=0,
+                field=BLOB_FIELD.name,
+                start=0,
+                rows=size,
+                checksum="0" * 32,
+            )
+            self.pins.contents[chunk_id] = content
+            chunk = StoredChunk(id=chunk_id.hex, start=0, rows=size, bytes=size)
+            receipt = Receipt(run="demo", epoch=0, field=BLOB_FIELD.name, start=0, rows=size, chunks=[chunk])
+        return StepBlob(blob_id=blob_id(content), media_type=media_type, bytes=len(content), receipt=receipt)
 
     def step(
         self, session_id: str, step_id: str, *receipts: Receipt, epoch: int = 0, **more: object

@@ -19,7 +19,7 @@ from arrow_tq_schemas.commands import (
     View,
     new_request_id,
 )
-from arrow_tq_schemas.errors import InvalidInput
+from arrow_tq_schemas.errors import InvalidInput, SessionClosed
 from arrow_tq_schemas.names import check_id
 
 if TYPE_CHECKING:
@@ -45,6 +45,11 @@ class Session:
     @property
     def group(self) -> str | None:
         return self._info.group
+
+    @property
+    def status(self) -> str:
+        """``open``, or ``finalized`` (only its other view can follow), as of when it was opened here."""
+        return self._info.status
 
     @property
     def ends(self) -> dict[str, int]:
@@ -83,7 +88,16 @@ class Session:
                 are superseded, and count no more. The step goes where that one went.
             extends: the messages only add to those before. Token ids that differ all the same end the
                 segment with ``mismatch`` instead of ``rewrite``.
+
+        Raises:
+            SessionClosed: the session was finalized when it was opened here.
         """
+        if self.status != "open":
+            raise SessionClosed(
+                f"session {self.id!r} is {self.status}: it takes no more steps",
+                session_id=self.id,
+                status=self.status,
+            )
         step_id = new_request_id() if id is None else check_id(id, "step id")
         if parent:
             check_id(parent, "parent step id")
@@ -119,7 +133,8 @@ class Session:
     ) -> list[SegmentInfo]:
         """Compose the session's segments of one view. Reads no payload. Idempotent for the same arguments.
 
-        The first view ends the session; the other one can follow until segments of the first are released.
+        The first view ends the session; the other one can follow until segments of the first are released,
+        from any process: ``run.session(id).finalize("timeline")``.
 
         Args:
             view: ``lineage``: one segment a leaf of the tree; ``timeline``: snapshots in time order.

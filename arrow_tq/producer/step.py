@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from arrow_tq.backend import PutHandle
 from arrow_tq.calls import ask
+from arrow_tq.producer.blobs import StepBlobs
 from arrow_tq.producer.branch import Branch
 from arrow_tq.producer.encode import Encoded
 from arrow_tq.producer.stream import AsyncStepStream, StepStream
+from arrow_tq_schemas.blobs import BlobRef
 from arrow_tq_schemas.commands import Done, DropChunks, StepCommit
 from arrow_tq_schemas.errors import ArrowTQError, Conflict, MalformedMessage
 from arrow_tq_schemas.fields import Field
@@ -52,6 +54,7 @@ class Step:
         self._written: list[Receipt] = []
         self._pending: list[PutHandle] = []
         self._streams: list[StepStream] = []
+        self._blobs = StepBlobs(self)
         self._state = "open"
 
     def put(self, field: str, array: object, start: int) -> Receipt:
@@ -109,6 +112,23 @@ class Step:
             self._check_apart(receipt, declared)
         self._receipts.append(receipt)
 
+    def attach_blob(self, data: bytes, media_type: str) -> BlobRef:
+        """Refer to a file that the agent saw (a screenshot, a document); ``run.blob`` reads it.
+
+        A run stores the same bytes once, however many steps and sessions attach them, and frees them with
+        the last of these: aborted, discarded, expired, or released by every task.
+
+        Args:
+            data: the file's content.
+            media_type: what it is, such as ``image/png``.
+
+        Raises:
+            InvalidInput: it is larger than the store's ``blob_bytes_max``, or the media type is none.
+            StoreFull: no room; retryable.
+        """
+        self.check_open("attach_blob")
+        return self._blobs.attach(data, media_type)
+
     def stream(self, field: str, window_tokens: int = 32) -> StepStream:
         """Write a field as its rows come, the last ``window_tokens`` of which may still be replaced.
 
@@ -137,7 +157,7 @@ class Step:
             for stream in self._streams:
                 stream.check_finished()
             self.flush()
-            self.session.run.backend.commit(self._record())
+            self._commit()
         except BaseException:
             self.cancel()
             raise
@@ -204,6 +224,17 @@ class Step:
                     other=[other.start, other.end],
                 )
 
+    def _commit(self) -> None:
+        """Commit the record, again where a blob that the run had was released meanwhile."""
+        while True:
+            try:
+                self.session.run.backend.commit(self._record())
+                return
+            except ArrowTQError as error:
+                if not self._blobs.bring(error):
+                    raise
+            self.flush()
+
     def _record(self) -> StepCommit:
         run = self.session.run
         return StepCommit.model_construct(
@@ -219,6 +250,7 @@ class Step:
             version=self._version,
             sampled=self._sampled,
             receipts=self._receipts,
+            blobs=self._blobs.record(),
         )
 
     def check_open(self, what: str) -> None:
@@ -271,6 +303,10 @@ class AsyncStep:
     ) -> None:
         """As ``Step.attach``."""
         self._step.attach(receipt, overlay)
+
+    async def attach_blob(self, data: bytes, media_type: str) -> BlobRef:
+        """As ``Step.attach_blob``."""
+        return await self.session.run.threads.call(self._step.attach_blob, data, media_type)
 
     def stream(self, field: str, window_tokens: int = 32) -> AsyncStepStream:
         """As ``Step.stream``."""

@@ -37,7 +37,7 @@ class Admission:
     def admit(self, command: OpenSession) -> None:
         """Raises ``StoreFull`` for a new session of a store past its soft mark."""
         key = (command.run, command.session_id)
-        if not self._full() or self._catalog.session_is_open(*key):
+        if not self._full() or self._catalog.session_goes_on(*key):
             with self._lock:
                 self._waiting.pop(key, None)
             return

@@ -57,6 +57,8 @@ class ComposedSegment:
     """Versions of the steps whose loss the segment carries, in order of first use."""
     finish_reason: str
     """Why the segment ends: ``end``, ``rewrite``, ``mismatch``, ``tools`` or ``branch``."""
+    last: int
+    """Index of its last step; its path leads from there to the root."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +127,7 @@ def compose(
         carried.update(path)
         canvas = chains[stretch.last].canvas
         alone = len(own) == len(path) and parents[stretch.first] == NO_PARENT
-        segments.append(_segment(segment_ids(index), canvas, own, alone, declared, stretch.reason))
+        segments.append(_segment(segment_ids(index), canvas, own, alone, declared, stretch))
     return segments
 
 
@@ -197,7 +199,7 @@ def _segment(
     own: Sequence[_Chain],
     alone: bool,
     declared: Mapping[str, Field],
-    reason: str,
+    stretch: Stretch,
 ) -> ComposedSegment:
     """One segment of a path.
 
@@ -207,7 +209,7 @@ def _segment(
         own: the chains whose loss it carries.
         alone: whether these are the whole path.
         declared: the run's fields by name.
-        reason: why it ends.
+        stretch: its own steps, and why it ends.
     """
     domains = {name: domain_ranges(one, canvas.end, canvas.sampled) for name, one in declared.items()}
     shown = {name: restrict(canvas.spans[name], domains[name]) for name in declared}
@@ -226,7 +228,8 @@ def _segment(
         tuple(name for name in declared if not len(gaps(shown[name], domains[name]))),
         int((loss[:, 1] - loss[:, 0]).sum()),
         tuple(dict.fromkeys(version for chain in own for version in chain.versions)),
-        reason,
+        stretch.reason,
+        stretch.last,
     )
 
 

@@ -23,6 +23,7 @@ class EngineConfig:
         url: what a second opener is told; a server's own URL.
         orphan_ttl_s: age at which a chunk that no step attached is reaped.
         upkeep_period_s: how often leases, expiries and orphans are looked after.
+        blob_bytes_max: size of one blob (a file that a step refers to) at most.
         sql: bounds of a SQL query.
     """
 
@@ -33,6 +34,7 @@ class EngineConfig:
     url: str | None = None
     orphan_ttl_s: float = 600.0
     upkeep_period_s: float = 1.0
+    blob_bytes_max: int = 64 << 20
     sql: SqlLimits = field(default_factory=SqlLimits)
 
     def __post_init__(self) -> None:
@@ -42,3 +44,5 @@ class EngineConfig:
             raise InvalidInput(f"capacity_bytes {self.capacity_bytes}: expected at least 1 MiB")
         if self.orphan_ttl_s <= 0 or self.upkeep_period_s <= 0:
             raise InvalidInput("orphan_ttl_s and upkeep_period_s: expected more than 0")
+        if self.blob_bytes_max <= 0:
+            raise InvalidInput(f"blob_bytes_max {self.blob_bytes_max}: expected more than 0")

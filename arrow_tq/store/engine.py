@@ -24,6 +24,7 @@ from arrow_tq.store.rewrites import Rewrites
 from arrow_tq.store.shard import Shard
 from arrow_tq.store.shard_config import ShardConfig
 from arrow_tq.store.upkeep import Upkeep
+from arrow_tq_schemas.blobs import BLOB_FIELD
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader
 from arrow_tq_schemas.commands import (
     AbandonStep,
@@ -76,7 +77,8 @@ class Engine:
             )
         )
         self._catalog = Catalog(
-            CatalogConfig(path=config.data_dir / "catalog.sqlite"), self._shard, self._shard.drop
+            CatalogConfig(path=config.data_dir / "catalog.sqlite", blob_bytes_max=config.blob_bytes_max),
+            *(self._shard, self._shard.drop),
         )
         self._sql = SqlService(self._catalog, config.sql)
         self._fields: dict[tuple[str, str], Field] = {}
@@ -110,12 +112,13 @@ class Engine:
         return 0
 
     def field(self, run: str, name: str) -> Field:
-        """The declared field; raises ``NotFound`` naming those that the run has."""
+        """The declared field, or that of blobs; raises ``NotFound`` naming those that the run has."""
         found = self._fields.get((run, name))
         if found is None:
             declared = {str(one["name"]): Field.from_json(one) for one in self._catalog.run_info(run).fields}
-            if name not in declared:
+            if name not in (*declared, BLOB_FIELD.name):
                 raise NotFound(f"run {run!r} has no field {name!r}; it has {', '.join(declared)}", field=name)
+            declared[BLOB_FIELD.name] = BLOB_FIELD
             self._fields.update({(run, one.name): one for one in declared.values()})
             found = declared[name]
         return found
@@ -214,6 +217,8 @@ class Engine:
             "extents": usage.extents,
             "chunks": usage.chunks,
             "corrupt_chunks_total": usage.corrupt_chunks,
+            "lost_chunks": self._shard.recovery.lost_chunks,
+            "lost_bytes": self._shard.recovery.lost_bytes,
             "open_sessions": gauges.open_sessions,
             "unclaimed_segments": gauges.unclaimed_segments,
             "oldest_unclaimed_s": gauges.oldest_unclaimed_s,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 Tier = Literal["memory", "disk"]
+TIERS: tuple[Tier, ...] = ("memory", "disk")
 EXTENT_SUFFIX = ".arrows"
 SIDECAR_SUFFIX = ".idx"
 
@@ -56,9 +57,23 @@ class Roots:
     def existing(self, tier: Tier) -> Iterator[tuple[ExtentKey, int, Path]]:
         """Every extent file of a tier, in order of its number."""
         for path in sorted(self.extents(tier).glob(f"*/*/*{EXTENT_SUFFIX}")):
-            field, _, group = path.parent.name.rpartition(".")
-            if path.stem.isdigit() and group.isdigit() and field:
-                yield ExtentKey(path.parent.parent.name, field, int(group), tier), int(path.stem), path
+            key = _key(path.parent, tier)
+            if path.stem.isdigit() and key is not None:
+                yield key, int(path.stem), path
+
+    def keys(self, tier: Tier) -> Iterator[ExtentKey]:
+        """Every key that has a folder of extents or of sidecars."""
+        for root in (self.extents(tier), self.data_dir / "sidecars" / tier):
+            for folder in root.glob("*/*/"):
+                key = _key(folder, tier)
+                if key is not None:
+                    yield key
+
+
+def _key(folder: Path, tier: Tier) -> ExtentKey | None:
+    """The key whose folder this is."""
+    field, _, group = folder.name.rpartition(".")
+    return ExtentKey(folder.parent.name, field, int(group), tier) if group.isdigit() and field else None
 
 
 def write_whole(path: Path, content: bytes, durable: bool) -> None:

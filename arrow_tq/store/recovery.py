@@ -13,13 +13,12 @@ from arrow_tq.layout.messages import END_OF_STREAM
 from arrow_tq.logs import logger
 from arrow_tq.store import extent_schema, sidecar
 from arrow_tq.store.extent import Entry, Extent
-from arrow_tq.store.extent_key import ExtentKey, Roots, Tier
+from arrow_tq.store.extent_key import TIERS, ExtentKey, Roots, Tier
 from arrow_tq.store.mapped_file import PAGE, MappedFile
 from arrow_tq.store.space import Space
 from arrow_tq.store.walk import walk
 from arrow_tq_schemas.ids import ChunkId
 
-TIERS: tuple[Tier, ...] = ("memory", "disk")
 DAMAGED_SUFFIX = ".damaged"
 """Of an extent that cannot be read at all: set aside, its bytes no longer counted."""
 
@@ -35,6 +34,11 @@ class RecoveryReport:
     set_aside: int = 0
     """Extents whose schema is nowhere to be read."""
     seconds: float = 0.0
+    lost_chunks: int = 0
+    """Chunks that a step attached and nobody released, and that are not here; a layer group each. Known once
+    the catalog was asked (``Upkeep.reconcile``)."""
+    lost_bytes: int = 0
+    """Payload of these."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

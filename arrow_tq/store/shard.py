@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from arrow_tq.layout.appender import Reserved
@@ -22,6 +24,7 @@ from arrow_tq.store.retention import Retention
 from arrow_tq.store.shard_config import ShardConfig, ShardUsage
 from arrow_tq.store.space import Space
 from arrow_tq.store.stream import Stream, StreamSite
+from arrow_tq.store.streams import Streams
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader, verify
 from arrow_tq_schemas.errors import Conflict, StoreInUse
 from arrow_tq_schemas.fields import Field
@@ -43,13 +46,11 @@ class Shard:
         self._roots = Roots(config.data_dir, config.memory_dir)
         self._space = Space(config.capacity_bytes)
         self._sync = GroupSync()
-        self._opening = threading.Lock()
         self._lock = threading.Lock()
         """Guards the index's pins, the unpinned and the extents' counts."""
         self._index: dict[ChunkId, Entry] = {}
         self._unpinned: dict[ChunkId, float] = {}
-        self._streams: dict[ExtentKey, Stream] = {}
-        self._first_numbers: dict[ExtentKey, int] = {}
+        self._streams = Streams(self._roots)
         self._extents: set[Extent] = set()
         self._retired: list[Extent] = []
         """Without chunks: to be unlinked by upkeep."""
@@ -89,8 +90,8 @@ class Shard:
         chunk_id = chunk.header.chunk_id
         tier: Tier = "disk" if durability == "disk" else "memory"
         key = ExtentKey(chunk.header.run, chunk.header.field, chunk_id.group, tier)
-        stream = self._streams.get(key) or self._open_stream(key, field)
-        with stream.lock:
+        stream = self._streams.locked(key, field, self._site)
+        try:
             if self._closed:
                 raise Conflict(f"chunk {chunk.header.id}: the shard was closed")
             if self.is_here(chunk_id, chunk.header.checksum):
@@ -98,6 +99,8 @@ class Shard:
             extent = stream.room(chunk.header.rows, chunk.valid is not None)
             self._publish(chunk_id, extent.append(chunk))
             self._after_append(stream, extent)
+        finally:
+            stream.lock.release()
         return True
 
     def reserve(
@@ -118,8 +121,8 @@ class Shard:
         try:
             for group in range(len(field.groups)):
                 key = ExtentKey(run, field.name, group, tier)
-                stream = self._streams.get(key) or self._open_stream(key, field)
-                if not stream.lock.acquire(blocking=False):
+                stream = self._streams.try_locked(key, field, self._site)
+                if stream is None:
                     let_go(held)
                     return None
                 try:
@@ -170,6 +173,15 @@ class Shard:
         """The chunk's header, without touching its payload."""
         entry = self._index.get(chunk_id)
         return None if entry is None or entry.corrupt else entry.extent.header(chunk_id, entry)
+
+    def sha256(self, ids: Iterable[ChunkId]) -> str:
+        """Digest, as hex, of these chunks' values one after another; of what is not here, nothing."""
+        digest = hashlib.sha256()
+        for chunk_id in ids:
+            chunk = self.get(chunk_id)
+            if chunk is not None:
+                digest.update(chunk.values.data)
+        return digest.hexdigest()
 
     def ids(self) -> list[ChunkId]:
         with self._lock:
@@ -247,12 +259,19 @@ class Shard:
 
     def maintain(self) -> None:
         """Unlink extents without chunks, give back what nobody maps any more, make memory ready ahead."""
-        for stream in list(self._streams.values()):
+        for stream in self._streams.all():
             stream.retire_idle(self.config.seal_idle_s)
             if stream.live is not None:
                 self._populator.top_up(stream.live)
         self._unlink_retired()
         self._recycling.expire()
+        with self._lock:
+            used = {extent.key for extent in self._extents}
+        self._streams.tidy(used)
+
+    def note_lost(self, chunks: int, size: int) -> None:
+        """What the catalog knows and recovery did not find: chunks, and bytes of payload."""
+        self.recovery = replace(self.recovery, lost_chunks=chunks, lost_bytes=size)
 
     def close(self) -> None:
         """Seal every extent with its sidecar and let go of the mappings. In a fork: nothing."""
@@ -260,7 +279,7 @@ class Shard:
             return
         self._closed = True
         self._populator.stop()
-        for stream in list(self._streams.values()):
+        for stream in self._streams.all():
             with stream.lock:
                 stream.close()
         self._unlink_retired()
@@ -283,7 +302,7 @@ class Shard:
             extent = recovered.extent
             self._extents.add(extent)
             # They come in order of their numbers.
-            self._first_numbers[extent.key] = extent.number + 1
+            self._streams.number_after(extent.key, extent.number)
             for chunk_id, entry in recovered.located:
                 if chunk_id in self._index:
                     # A second copy of the same chunk: the first one is kept.
@@ -291,6 +310,7 @@ class Shard:
                     continue
                 self._index[chunk_id] = entry
                 self._unpinned[chunk_id] = now
+        self._streams.find_empty()
         return recovery.report
 
     def is_here(self, chunk_id: ChunkId, checksum: str) -> bool:
@@ -337,14 +357,6 @@ class Shard:
             if not entry.pinned:
                 self._unpinned[chunk_id] = time.monotonic()
 
-    def _open_stream(self, key: ExtentKey, field: Field) -> Stream:
-        # A lock of its own: it writes a file, for which readers and droppers need not wait.
-        with self._opening:
-            if key not in self._streams:
-                schema, first = field.arrow_schema(key.group), self._first_numbers.get(key, 0)
-                self._streams[key] = Stream(key, schema, first, self._site)
-            return self._streams[key]
-
     def _added(self, extent: Extent) -> None:
         with self._lock:
             self._extents.add(extent)
@@ -384,12 +396,14 @@ class Shard:
             retired, self._retired = self._retired, []
             self._extents.difference_update(retired)
         self._retention.retire(retired)
+        for extent in retired:
+            self._streams.emptied(extent.key)
         self._retention.reclaim()
 
     def make_room(self) -> bool:
         """Give back what is allocated and holds nothing; whether that was anything."""
         before = self._space.used_bytes
-        for stream in list(self._streams.values()):
+        for stream in self._streams.all():
             stream.retire_idle(0.0)
             stream.give_back()
         self._unlink_retired()

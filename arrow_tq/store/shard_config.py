@@ -16,6 +16,8 @@ class ShardConfig:
         capacity_bytes: allocated bytes at most, both tiers together.
         number: the shard's number, 0 to 4095.
         extent_bytes: size at which an extent is full; a larger chunk gets one of its own.
+        blob_extent_bytes: the same for blobs: many sessions share one, and a single one that lives long keeps
+            its whole extent.
         grow_bytes: smallest step of allocation.
         ahead_bytes: how much memory is made ready ahead of a busy writer.
         recycle_bytes: memory of released extents kept for new ones of the same run.
@@ -29,6 +31,7 @@ class ShardConfig:
     capacity_bytes: int
     number: int = 0
     extent_bytes: int = 256 << 20
+    blob_extent_bytes: int = 16 << 20
     grow_bytes: int = 4 << 20
     ahead_bytes: int = 64 << 20
     seal_idle_s: float = 15.0

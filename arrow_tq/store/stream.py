@@ -20,6 +20,7 @@ from arrow_tq.store.populate import Populator
 from arrow_tq.store.recycling import Recycling
 from arrow_tq.store.shard_config import ShardConfig
 from arrow_tq.store.space import Space
+from arrow_tq_schemas.blobs import BLOB_FIELD
 from arrow_tq_schemas.errors import StoreFull, Unavailable
 from arrow_tq_schemas.ids import ChunkId
 
@@ -53,6 +54,7 @@ class Stream:
     Attributes:
         live: the extent that is appended to.
         spare: the one after it, made ready in the background when the live one is nearly full.
+        gone: its folders were removed; whoever wants to append opens another.
     """
 
     def __init__(self, key: ExtentKey, schema: pa.Schema, first_number: int, site: StreamSite) -> None:
@@ -60,8 +62,11 @@ class Stream:
         self.lock = threading.Lock()
         self.live: Extent | None = None
         self.spare: Extent | None = None
-        self._next_number = first_number
+        self.gone = False
+        self.next_number = first_number
         self._site = site
+        config = site.config
+        self._extent_bytes = config.blob_extent_bytes if key.field == BLOB_FIELD.name else config.extent_bytes
         self._schema = extent_schema.stamp(schema, key)
         self.layout = ColumnLayout(self._schema)
         extent_schema.keep_copy(site.roots.sidecars(key), self._schema, key)
@@ -88,7 +93,7 @@ class Stream:
         if self.spare is not None:
             return
         try:
-            self.spare = self._create(self._site.config.extent_bytes)
+            self.spare = self._create(self._extent_bytes)
         except Unavailable as error:
             # What was put is stored; whoever needs the next extent meets the same bound and is told.
             logger("arrow_tq.shard").info("no spare extent", error=error.message)
@@ -136,7 +141,7 @@ class Stream:
         if extent is None and self.spare is not None and needed_bytes <= self.spare.file.size_bytes:
             extent, self.spare = self.spare, None
         if extent is None:
-            extent = self._create(max(self._site.config.extent_bytes, needed_bytes))
+            extent = self._create(max(self._extent_bytes, needed_bytes))
         self.live = extent
         try:
             step = min(self._site.config.grow_bytes, extent.file.size_bytes)
@@ -149,23 +154,23 @@ class Stream:
 
     def _create(self, size_bytes: int) -> Extent:
         site, key = self._site, self.key
-        path = site.roots.extent(key, self._next_number)
+        path = site.roots.extent(key, self.next_number)
         recycled = site.recycling.take(key.run, path, size_bytes) if key.tier == "memory" else None
         if recycled is not None:
-            extent = Extent.over(key, self._next_number, recycled, self._schema, self.layout)
+            extent = Extent.over(key, self.next_number, recycled, self._schema, self.layout)
             site.populator.prepare(extent)
         else:
             extent = self._new_extent(path, size_bytes)
         if key.tier == "disk":
             sync_folders(path.parent, site.roots.extents("disk"))
-        self._next_number += 1
+        self.next_number += 1
         site.added(extent)
         return extent
 
     def _new_extent(self, path: Path, size_bytes: int) -> Extent:
         try:
             return Extent.create(
-                *(self.key, self._next_number, path, self._schema, size_bytes, self._site.space, self.layout)
+                *(self.key, self.next_number, path, self._schema, size_bytes, self._site.space, self.layout)
             )
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 NO_PARENT = -1
@@ -86,3 +86,23 @@ def breaks(parents: Sequence[int], cuts: Sequence[str | None], stretches: Sequen
         seen.add(parent)
     found.discard(NO_PARENT)
     return sorted(found)
+
+
+def on_paths(
+    parents: Sequence[int], values: Mapping[int, Sequence[int]], lasts: Sequence[int]
+) -> list[list[int]]:
+    """What the steps on the path to each of ``lasts`` have, by the last step's place; ``values`` is by step.
+
+    Steps without values cost nothing a path.
+    """
+    nearest: list[int] = []
+    for step, parent in enumerate(parents):
+        nearest.append(step if step in values else NO_PARENT if parent == NO_PARENT else nearest[parent])
+    found: list[list[int]] = []
+    for last in lasts:
+        found.append([])
+        step = nearest[last]
+        while step != NO_PARENT:
+            found[-1] += values[step]
+            step = NO_PARENT if parents[step] == NO_PARENT else nearest[parents[step]]
+    return found

@@ -50,6 +50,11 @@ class Upkeep:
             released=len(released),
             unattached=len(ids) - len(committed) - len(released),
         )
+        chunks, size = self._catalog.missing(set(committed))
+        self._shard.note_lost(chunks, size)
+        if chunks:
+            # Such as those of memory after a reboot: reading one says that it is lost.
+            self._log.error("chunks are lost", chunks=chunks, bytes=size)
 
     def tend(self) -> None:
         """One round."""

@@ -95,7 +95,9 @@ class Batch:
         data = fetch(self.run.backend, self.run.name, self._load(chosen), wanted, layers, out)
         if expect_tokens is not None:
             check_tokens(data[TOKEN_FIELD], [self.segment_ids[row] for row in chosen], expect_tokens)
-        return data if not extra else Data({name: data[name] for name in names}, data.offsets)
+        if not extra:
+            return data
+        return Data({name: data[name] for name in names}, data.offsets, data.versions)
 
     def release(self) -> None:
         """This rank (or, for a claimer that nobody attached to, everyone) is done. Idempotent.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from arrow_tq.trainer.versions import Versions
 from arrow_tq_schemas.errors import Conflict, NotFound
 from arrow_tq_schemas.fields import Field
 
@@ -57,11 +58,19 @@ class Data(Mapping[str, Column]):
     """A fetch's answer: ``data[field][i]`` is segment i's array of that field.
 
     ``bfloat16`` fields are their bits as uint16 (numpy has no such type); ``tensor`` gives the real thing.
+
+    Attributes:
+        offsets: ``[segments + 1]`` int64, where each segment's T tokens begin in a packed buffer.
+        versions: which weight version sampled each token: ``data.versions[i]`` is segment i's ``[T]`` int32
+            of places in ``data.versions.names``, -1 for a token that was not sampled. Needs no field.
     """
 
-    def __init__(self, columns: Mapping[str, Column], offsets: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self, columns: Mapping[str, Column], offsets: npt.NDArray[np.int64], versions: Versions
+    ) -> None:
         self._columns: dict[str, Column] | None = dict(columns)
         self.offsets = offsets
+        self.versions = versions
 
     def __getitem__(self, field: str) -> Column:
         columns = self._open()

@@ -11,6 +11,7 @@ from arrow_tq.backend import Backend
 from arrow_tq.intervals import clip, domain_ranges, gaps
 from arrow_tq.trainer.data import Column, Data
 from arrow_tq.trainer.scatter import Placement, group_parts, scatter
+from arrow_tq.trainer.versions import Versions
 from arrow_tq_schemas.errors import Hole, InvalidField, Misaligned
 from arrow_tq_schemas.fields import TOKEN_FIELD, Field
 from arrow_tq_schemas.manifests import Manifest
@@ -53,7 +54,7 @@ def fetch(
             scatter(backend, run, field, part, placement, packed)
         rows = np.maximum(tokens - 1, 0) if field.domain == "forwarded" else tokens
         columns[field.name] = Column(field, chosen, packed, offsets, rows)
-    return Data(columns, offsets)
+    return Data(columns, offsets, Versions.of(manifests, offsets))
 
 
 def check_tokens(data: Column, segment_ids: Sequence[str], expected: Array | Sequence[Array]) -> None:

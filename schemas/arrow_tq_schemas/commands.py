@@ -18,9 +18,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field as Bound, ValidationError, model_validator
 
+from arrow_tq_schemas.blobs import BlobId, StepBlob
 from arrow_tq_schemas.chunks import Count, Hex128, explain
 from arrow_tq_schemas.errors import ArrowTQError, MalformedMessage, from_wire
-from arrow_tq_schemas.receipts import Receipt
+from arrow_tq_schemas.receipts import Receipt, StoredChunk
 
 View = Literal["lineage", "timeline"]
 Durability = Literal["process", "disk"]
@@ -109,6 +110,8 @@ class CloseGroup(Mutation):
 class OpenSession(Mutation):
     """Create a session, or open it again where it is still open.
 
+    One that is finalized is opened by its id alone, so that its other view can be finalized.
+
     ``tasks=None`` means every task of the run, ``[]`` none (evaluation); past ``ttl_s`` an unfinished
     session, or a finished one without tasks, expires.
     """
@@ -153,6 +156,8 @@ class StepCommit(Wire):
     """The step that this one replaces: from now on it and what follows it are superseded."""
     extends: bool = False
     """The messages only add to those before: tokens that differ are a mismatch, not a rewrite."""
+    blobs: list[StepBlob] = []
+    """Files that the agent saw, in the order in which they were attached."""
 
     @model_validator(mode="after")
     def _sampled_ascends(self) -> StepCommit:
@@ -214,6 +219,28 @@ class KeepChunks(Command):
     verb: ClassVar[str] = "keep_chunks"
     run: str
     chunk_ids: list[Hex128]
+
+
+class FindBlob(Command):
+    """What a run has of a blob: before its bytes are sent, and to read them.
+
+    ``bytes`` is how many the caller would send: more than the store takes is refused here.
+    """
+
+    verb: ClassVar[str] = "find_blob"
+    run: str
+    blob_id: BlobId
+    bytes: Count | None = None
+
+
+class BlobInfo(Wire):
+    """``state`` is unknown, stored, released or lost; only of a stored one are there chunks, in order."""
+
+    blob_id: BlobId
+    state: Literal["unknown", "stored", "released", "lost"]
+    media_type: str | None = None
+    bytes: Count | None = None
+    chunks: list[StoredChunk] = []
 
 
 class FinalizeSession(Mutation):
@@ -414,7 +441,7 @@ class RunQuery(Command):
 AnyCommand = (
     OpenRun | SetPolicyVersion | CloseGroup | OpenSession | CommitSteps | DropChunks | AbandonStep
     | FinalizeSession | AbortSession | Claim | AttachClaim | RenewClaim | ReleaseClaim | GetSegments
-    | ListSegments | UpdateSegments | Discard | GetPressure | GetStats | RunQuery
+    | FindBlob | ListSegments | UpdateSegments | Discard | GetPressure | GetStats | RunQuery
 )  # fmt: skip
 
 
@@ -431,6 +458,7 @@ REPLIES: dict[type[Command], type[Wire]] = {
     DropChunks: Done,
     KeepChunks: Done,
     AbandonStep: Done,
+    FindBlob: BlobInfo,
     FinalizeSession: SegmentInfos,
     AbortSession: Done,
     Claim: ClaimInfo,

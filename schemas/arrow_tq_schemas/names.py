@@ -42,6 +42,16 @@ def check_id(value: str, what: str) -> str:
     return value
 
 
+_MEDIA_TYPE = re.compile(r"[A-Za-z0-9][\w!#$&^.+-]{0,126}/[A-Za-z0-9][\w!#$&^.+-]{0,126}(;[ -~]*)?", re.ASCII)
+
+
+def check_media_type(value: str) -> str:
+    """A media type such as ``image/png`` or ``text/plain; charset=utf-8``, 1 to 256 characters."""
+    if not isinstance(value, str) or len(value) > ID_BYTES_MAX or not _MEDIA_TYPE.fullmatch(value):
+        raise InvalidInput(f"media type {value!r}: expected one like 'image/png', {ID_BYTES_MAX} at most")
+    return value
+
+
 _SEGMENT = re.compile(r".*~t?[0-9]+", re.DOTALL)
 
 

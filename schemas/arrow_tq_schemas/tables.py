@@ -122,7 +122,34 @@ CHUNKS = pa.schema(
     ]
 )
 """state: committed or released. Chunks that no step attached yet are only in their shard's index.
-One row a chunk and layer group."""
+One row a chunk and layer group. Those of blobs have the field ``_blobs`` and no session."""
+
+BLOBS = pa.schema(
+    [
+        ("run", _TEXT),
+        ("blob_id", _TEXT),
+        ("media_type", _TEXT),
+        ("bytes", _INT),
+        ("refs", _INT),
+        ("state", _TEXT),
+        ("created_at", _TIME),
+    ]
+)
+"""Files that agents saw, each stored once; blob_id: SHA-256 of the content; media_type: as it was attached
+first; refs: references of steps that are not released; state: stored, or released with the last of them."""
+
+STEP_BLOBS = pa.schema(
+    [
+        ("run", _TEXT),
+        ("session_id", _TEXT),
+        ("step_id", _TEXT),
+        ("place", _INT),
+        ("blob_id", _TEXT),
+        ("media_type", _TEXT),
+        ("state", _TEXT),
+    ]
+)
+"""Which steps refer to which blobs, in the order of attaching (place 0, 1, ...); state: held or released."""
 
 TABLES: dict[str, pa.Schema] = {
     "runs": RUNS,
@@ -131,7 +158,11 @@ TABLES: dict[str, pa.Schema] = {
     "segments": SEGMENTS,
     "spans": SPANS,
     "chunks": CHUNKS,
+    "blobs": BLOBS,
+    "step_blobs": STEP_BLOBS,
 }
 
-RESERVED_COLUMNS = frozenset(name for schema in TABLES.values() for name in schema.names)
-"""Names that a user's own column cannot take (``reward`` has a parameter of its own)."""
+_WITH_COLUMNS = (RUNS, SESSIONS, STEPS, SEGMENTS, SPANS, CHUNKS)
+RESERVED_COLUMNS = frozenset(name for schema in _WITH_COLUMNS for name in schema.names)
+"""Names that a user's own column cannot take (``reward`` has a parameter of its own). Tables that came later
+have no user columns, and must not take names away from those that exist."""

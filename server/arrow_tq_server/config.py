@@ -69,6 +69,10 @@ class ServerConfig(BaseSettings):
         default=600.0, gt=0, description="Age at which a chunk that no step attached is reaped."
     )
 
+    blob_bytes_max: int = Setting(
+        default=64 * MIB, ge=1, description="Largest file that a step may attach (`step.attach_blob`)."
+    )
+
     sql_timeout_s: float = Setting(default=30.0, gt=0, description="A SQL query that runs longer is killed.")
     sql_memory_bytes: int = Setting(
         default=1024 * MIB, ge=64 * MIB, description="What a SQL query and the tables it reads may use."

@@ -23,6 +23,7 @@ from arrow_tq_schemas.errors import ArrowTQError, Unavailable
 from arrow_tq_server.budgets import Activity
 from arrow_tq_server.config import ServerConfig
 from arrow_tq_server.http import HttpPort
+from arrow_tq_server.limits import raise_open_files
 from arrow_tq_server.memory import default_memory_dir, sweep
 from arrow_tq_server.metrics import Metrics
 from arrow_tq_server.ports import Ports
@@ -122,6 +123,7 @@ def run(config: ServerConfig) -> int:
     log_json(config.log_level)
     # A backstop: what is sent to a client must never hold paths of this machine.
     sys.tracebacklimit = 0
+    raise_open_files()
     for directory in sweep():
         structlog.get_logger("arrow_tq.server").info("memory directory swept", directory=str(directory))
     try:
@@ -147,6 +149,7 @@ def _engine_config(config: ServerConfig, ports: Ports | None) -> EngineConfig:
         soft_mark=config.soft_mark,
         url=None if ports is None else _advertised(config, ports),
         orphan_ttl_s=config.orphan_ttl_s,
+        blob_bytes_max=config.blob_bytes_max,
         sql=SqlLimits(
             timeout_s=config.sql_timeout_s,
             memory_bytes=config.sql_memory_bytes,

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from arrow_tq_schemas import commands, handles, presets, tickets
+from arrow_tq_schemas.blobs import BLOB_FIELD, BlobRef, StepBlob
 from arrow_tq_schemas.chunks import METADATA_KEY, Chunk, ChunkHeader, checksum
 from arrow_tq_schemas.commands import Command, Reply, StepCommit, TaskSpec, pack_reply
 from arrow_tq_schemas.errors import Misaligned, error_types
@@ -29,6 +30,7 @@ FIRST = ChunkId.make(0x0197A0B1C2D3, 0x2A5, 0, 0x15555_55555_5555)
 SECOND = ChunkId.make(0x0197A0B1C2D4, 0x2A5, 0, 0x15555_55555_5556)
 REQUEST = "00112233445566778899aabbccddeeff"
 CLAIM = "ffeeddccbbaa99887766554433221100"
+BLOB = "0123456789abcdef" * 4
 EXPERTS = presets.routed_experts(layer_ids=[1, 2, 5], topk=2, num_experts=64, layer_groups=[[1], [2, 5]])
 SPANS = to_spans([Span(0, FIRST, 0, 3), Span(3, SECOND, 1, 2), Span(9, SECOND, 7, 1 << 20)])
 
@@ -89,6 +91,17 @@ def receipt() -> Receipt:
     return Receipt(run="qwen3-grpo", epoch=2, field=EXPERTS.name, start=1000, rows=8, chunks=chunks)
 
 
+def blob() -> StepBlob:
+    """A file of eight bytes that its step stored."""
+    chunk = StoredChunk(id=FIRST.hex, start=0, rows=8, bytes=8)
+    stored = Receipt(run="r", epoch=2, field=BLOB_FIELD.name, start=0, rows=8, chunks=[chunk])
+    return StepBlob(blob_id=BLOB, media_type="image/png", bytes=8, receipt=stored)
+
+
+def blob_ref() -> BlobRef:
+    return BlobRef(run="r", blob_id=BLOB, media_type="image/png", bytes=8)
+
+
 def manifest() -> Manifest:
     owned = [(chunk_id.value >> 64, chunk_id.value & (1 << 64) - 1) for chunk_id in (FIRST, SECOND)]
     return Manifest(
@@ -140,6 +153,7 @@ def all_commands() -> list[Command]:
         run="r", epoch=2, session_id="s-17", step_id="call-1", parent="call-0",
         messages='[{"role": "user", "content": "\\ud800"}]', version="12", sampled=(3, 9),
         receipts=[receipt()], tools="sha256:00ff", retry_of="call-1a", extends=True,
+        blobs=[blob(), StepBlob(blob_id=BLOB, media_type="text/plain", bytes=3)],
     )  # fmt: skip
     declared = [field.to_json() for field in fields().values()]
     return [
@@ -156,6 +170,7 @@ def all_commands() -> list[Command]:
         commands.DropChunks(**key, chunk_ids=[FIRST.hex]),
         commands.AbandonStep(**owner, session_id="s-17", step_id="call-1"),
         commands.KeepChunks(run="r", chunk_ids=[FIRST.hex, SECOND.hex]),
+        commands.FindBlob(run="r", blob_id=BLOB, bytes=8),
         commands.FinalizeSession(
             **owner, session_id="s-17", view="timeline", reward=0.5, columns='{"ok": true}'
         ),
@@ -192,6 +207,10 @@ def replies() -> dict[str, commands.Wire]:
                 commands.StepResult(step_id="call-2", error=Misaligned("here", position=3).to_wire()),
             ]
         ),
+        "BlobInfo": commands.BlobInfo(
+            blob_id=BLOB, state="stored", media_type="image/png", bytes=8,
+            chunks=[StoredChunk(id=FIRST.hex, start=0, rows=8, bytes=8)],
+        ),
         "SegmentInfos": commands.SegmentInfos(
             segments=[
                 commands.SegmentInfo(
@@ -223,6 +242,7 @@ def golden() -> dict[str, bytes]:
         "checksums.json": pretty(checksums()),
         "chunk.arrows": arrow_stream(),
         "receipt.json": receipt().to_json().encode() + b"\n",
+        "blob_ref.json": blob_ref().to_json().encode() + b"\n",
         "manifest.head.json": head + b"\n",
         "manifest.columns.bin": columns,
         "handles.bin": all_handles(),

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 
 from arrow_tq_schemas import handles, tickets
+from arrow_tq_schemas.blobs import BlobRef
 from arrow_tq_schemas.chunks import METADATA_KEY, Chunk, ChunkHeader, from_array, verify
 from arrow_tq_schemas.commands import COMMANDS, REPLIES, GetStats, RenewClaim, parse_command, unpack_reply
 from arrow_tq_schemas.errors import from_wire
@@ -65,6 +66,7 @@ def test_frozen_ids_and_headers_are_read() -> None:
     assert ChunkId.from_hex(second) == make.SECOND
     assert ChunkHeader.from_bytes(frozen("chunk_header.json")) == make.chunk()[1].header
     assert Receipt.from_json(frozen("receipt.json")) == make.receipt()
+    assert BlobRef.from_json(frozen("blob_ref.json").decode()) == make.blob_ref()
 
 
 def test_a_frozen_chunk_is_read_and_its_checksum_fits() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -46,8 +49,20 @@ def said(stderr: str) -> str:
     return line
 
 
+@contextmanager
+def few_open_files(limit: int) -> Iterator[int]:
+    """Processes that are started meanwhile begin with this soft limit; gives the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_it_says_where_it_serves_and_leaves_no_note(tmp_path: Path) -> None:
-    with Server(tmp_path / "data", tmp_path / "memory") as server:
+    with few_open_files(512) as hard, Server(tmp_path / "data", tmp_path / "memory") as server:
+        assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (hard, hard)
         note = json.loads((tmp_path / "data" / "server.json").read_text())
         assert note == {"url": server.url, "http_url": server.http_url, "pid": server.pid}
         assert httpx.get(f"{server.http_url}/livez").text == "ok\n"
@@ -56,6 +71,7 @@ def test_it_says_where_it_serves_and_leaves_no_note(tmp_path: Path) -> None:
     assert not (tmp_path / "data" / "server.json").exists()
     log = [json.loads(line) for line in server.log.read_text().splitlines()]
     assert log[-1]["event"] == "stopped" and log[-1]["exit_code"] == 0
+    assert {"limit": hard, "before": 512}.items() <= log[0].items()
 
 
 def test_a_second_server_names_the_first(server: Server, tmp_path: Path) -> None:

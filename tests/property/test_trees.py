@@ -31,6 +31,7 @@ FIELDS = [
     Field("seen", "int32", domain="sampled", fill=7),
     fields.routed_experts(layer_ids=[0, 2, 5], topk=2, num_experts=300, layer_groups=[[0], [2, 5]]),
 ]
+EDGES = ("version_min", "version_max")
 View = Literal["lineage", "timeline"]
 _names = count()
 
@@ -257,12 +258,30 @@ def check(run: Run, batch: Batch, view: View, model: Model, wanted: list[Segment
         for start, end, version in manifest.versions:
             painted[start:end] = [version] * (end - start)
         assert painted == versions
+        check_versions(batch, row, {model.steps[name].version for name in own}, versions[: step.end])
         for one in FIELDS:
             check_field(batch, row, one, step)
     # Within a view every token that was sampled carries loss exactly once.
     sampled = {(place, name) for step in model.live for place, name in enumerate(step.sampler) if name}
     assert set(losses) == sampled
     assert set(losses.values()) <= {1}
+
+
+def check_versions(batch: Batch, row: int, own: set[str], wanted: list[str | None]) -> None:
+    """A fetch, of this segment alone and behind another, gives each token's version; columns the ends of
+    those of its own steps."""
+    for rows in ([row], [0, row]):
+        versions = batch.fetch([], rows=rows).versions
+        codes = versions[len(rows) - 1]
+        assert codes.dtype == np.int32
+        assert [None if code < 0 else versions.names[code] for code in codes.tolist()] == wanted
+        painted: list[str | None] = [None] * len(wanted)
+        for start, end, version in versions.ranges(len(rows) - 1):
+            painted[start:end] = [version] * (end - start)
+        assert painted == wanted
+    (low,), (high,) = (batch.table.column(name)[row : row + 1].to_pylist() for name in EDGES)
+    # The model names versions by numbers that grow.
+    assert (low, high) == (min(own, key=int), max(own, key=int))
 
 
 def check_field(batch: Batch, row: int, one: Field, step: Step) -> None:

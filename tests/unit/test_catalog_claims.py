@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Lock
 
 import pytest
@@ -22,18 +20,9 @@ from arrow_tq_schemas.commands import (
     ReleaseClaim,
     RenewClaim,
     SetPolicyVersion,
-    TaskSpec,
     UpdateSegments,
 )
 from tests.catalog_scenes import Scene
-
-
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    scene = Scene(tmp_path / "catalog.sqlite")
-    scene.run(tasks=[TaskSpec(name="actor"), TaskSpec(name="critic", fields=["token_ids"])])
-    yield scene
-    scene.catalog.close()
 
 
 def release(scene: Scene, info: ClaimInfo, rank: int | None = None, world: int | None = None) -> int:

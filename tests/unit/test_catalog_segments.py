@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,21 +16,12 @@ from arrow_tq_schemas.commands import (
     FinalizeSession,
     GetSegments,
     ListSegments,
-    TaskSpec,
     UpdateSegments,
 )
 from arrow_tq_schemas.manifests import Manifest
 from arrow_tq_schemas.receipts import chunk_ids
 from arrow_tq_schemas.tables import TABLES
 from tests.catalog_scenes import Scene
-
-
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    scene = Scene(tmp_path / "catalog.sqlite")
-    scene.run(tasks=[TaskSpec(name="actor"), TaskSpec(name="critic", fields=["token_ids"])])
-    yield scene
-    scene.catalog.close()
 
 
 def update(scene: Scene, *ids: str, **columns: object) -> int:
@@ -273,6 +262,8 @@ class TestExpiry:
 class TestChanges:
     def test_each_change_is_seen_once(self, scene: Scene) -> None:
         scene.fill("s", reward=0.5, note="x")
+        scene.session("seen")
+        scene.commit(scene.step("seen", "one", blobs=[scene.blob(b"png")]))
         seen = {}
         for table, schema in TABLES.items():
             rows, seen[table] = scene.catalog.changes(table, "demo", 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import apsw
@@ -22,19 +21,10 @@ from arrow_tq_schemas.commands import (
     ReleaseClaim,
     SegmentInfo,
     SegmentInfos,
-    TaskSpec,
 )
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.receipts import chunk_ids
 from tests.catalog_scenes import Scene
-
-
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    scene = Scene(tmp_path / "catalog.sqlite")
-    scene.run(tasks=[TaskSpec(name="actor"), TaskSpec(name="critic", fields=["token_ids"])])
-    yield scene
-    scene.catalog.close()
 
 
 def write(scene: Scene, step_id: str, session_id: str = "s", **place: object) -> list[ChunkId]:

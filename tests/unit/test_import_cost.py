@@ -17,5 +17,14 @@ def test_import_loads_nothing_heavy() -> None:
 def test_the_public_names_are_pinned() -> None:
     import arrow_tq
 
-    assert sorted(arrow_tq.__all__) == ["Field", "Receipt", "Task", "connect", "errors", "fields", "open"]
+    assert sorted(arrow_tq.__all__) == [
+        "BlobRef",
+        "Field",
+        "Receipt",
+        "Task",
+        "connect",
+        "errors",
+        "fields",
+        "open",
+    ]
     assert all(hasattr(arrow_tq, name) for name in arrow_tq.__all__)

@@ -128,7 +128,7 @@ def test_a_value_out_of_range_leaves_nothing(run: Run, place: int) -> None:
     session = run.session("s")
     step = session.step()
     before = step.put("routed_experts", good[:7], start=0)
-    live = shard._streams[ExtentKey("r", "routed_experts", 0, "memory")].live
+    live = shard._streams._by_key[ExtentKey("r", "routed_experts", 0, "memory")].live
     assert live is not None
     used = live.used_bytes
     with pytest.raises(errors.ValueOutOfRange, match=f"value 200 at position {place + 7}, index"):
@@ -159,7 +159,7 @@ def test_who_meets_another_writer_goes_the_other_way(run: Run) -> None:
     step = run.session("s").step()
     experts = np.random.default_rng(0).integers(0, 200, (20, 6, 4)).astype(np.int32)
     step.put("routed_experts", experts, start=0)
-    stream = engine(run)._shard._streams[ExtentKey("r", "routed_experts", 0, "memory")]
+    stream = engine(run)._shard._streams._by_key[ExtentKey("r", "routed_experts", 0, "memory")]
     with stream.lock:
         writer = threading.Thread(target=lambda: step.put("routed_experts", experts, start=20))
         writer.start()

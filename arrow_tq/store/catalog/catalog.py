@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import pyarrow as pa
 
 from arrow_tq.calls import write_table
 from arrow_tq.store.catalog import changes, discards, leases, runs as run_rows, segments, sessions, tree
-from arrow_tq.store.catalog.chunk_rows import read_states
+from arrow_tq.store.catalog.blob_plans import check_size
+from arrow_tq.store.catalog.blobs import find_blob
+from arrow_tq.store.catalog.chunk_rows import count_missing, read_states
 from arrow_tq.store.catalog.claiming import Claiming
 from arrow_tq.store.catalog.claims import claim_table, keep_table
 from arrow_tq.store.catalog.columns import read_kinds
@@ -37,6 +39,7 @@ from arrow_tq_schemas.commands import (
     Discard,
     Empty,
     FinalizeSession,
+    FindBlob,
     GetSegments,
     ListSegments,
     Mutation,
@@ -118,6 +121,8 @@ class Catalog:
             return self._claim(command)
         if isinstance(command, FinalizeSession):
             return Reply(body=self._finalize(command))
+        if isinstance(command, FindBlob):
+            return Reply(body=self._find_blob(command))
         if not isinstance(command, Mutation):
             raise Unsupported(f"the catalog does not answer {command.verb!r}")
         if isinstance(command, OpenRun) and command.durability == "disk":
@@ -171,6 +176,13 @@ class Catalog:
             except Again:
                 continue
         raise Busy(f"session {command.session_id!r}: steps were committed while it was finalized")
+
+    def _find_blob(self, command: FindBlob) -> Wire:
+        run = self._runs.get(command.run)
+        if command.bytes is not None:
+            check_size(command.bytes, self._config.blob_bytes_max, f"run {run.name!r}")
+        with self._readers.snapshot() as connection:
+            return find_blob(connection, run.id, command.blob_id, self._pins)
 
     def _get_segments(self, command: GetSegments) -> Reply:
         run = self._runs.get(command.run)
@@ -241,17 +253,22 @@ class Catalog:
         """The run's declaration, epoch and policy version; raises ``NotFound`` naming those that exist."""
         return self._runs.get(run).info
 
-    def session_is_open(self, run: str, session_id: str) -> bool:
-        """Whether this session is there and can go on."""
+    def session_goes_on(self, run: str, session_id: str) -> bool:
+        """Whether this session is there and is open, or may still be finalized in its other view."""
         record = self._runs.get(run)
         with self._readers.snapshot() as connection:
             found = sessions.find_session(connection, record, session_id)
-        return found is not None and found.status == sessions.OPEN
+        return found is not None and found.status in (sessions.OPEN, sessions.FINALIZED)
 
     def chunk_states(self, ids: Sequence[ChunkId]) -> list[str | None]:
         """committed, released, or None where no step attached it; of any layer group."""
         with self._readers.snapshot() as connection:
             return read_states(connection, ids)
+
+    def missing(self, here: Collection[ChunkId]) -> tuple[int, int]:
+        """Chunks (a layer group each) that should be readable and are not ``here``; and their bytes."""
+        with self._readers.snapshot() as connection:
+            return count_missing(connection, here)
 
     def revision(self) -> int:
         """Number of the last committed transaction."""
@@ -318,7 +335,7 @@ class Catalog:
         try:
             run = self._runs.get(commit.run)
             rewrite_at = rewrites.get((commit.run, commit.session_id, commit.step_id))
-            return plan_step(run, commit, rewrite_at, self._pins)
+            return plan_step(run, commit, rewrite_at, self._pins, self._config.blob_bytes_max)
         except UnicodeEncodeError as error:
             raise InvalidInput(f"step: text with a lone surrogate at {error.start}") from None
 

@@ -11,6 +11,7 @@ import apsw
 import numpy as np
 import pyarrow as pa
 
+from arrow_tq_schemas.blobs import BLOB_FIELD
 from arrow_tq_schemas.errors import InvalidInput
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
@@ -40,6 +41,24 @@ _SELECTS: dict[str, tuple[str, Mapping[str, str], str, str]] = {
         "NULL",
     ),
     "segments": ("segments", {"run": "runs.run"}, _RUN.format(table="segments"), "segments.columns"),
+    "blobs": (
+        "blobs",
+        {"run": "runs.run", "blob_id": "lower(hex(blobs.blob_id))"},
+        _RUN.format(table="blobs"),
+        "NULL",
+    ),
+    "step_blobs": (
+        "step_blobs",
+        {
+            "run": "runs.run",
+            "session_id": "sessions.session_id",
+            "step_id": "steps.step_id",
+            "blob_id": "lower(hex(blobs.blob_id))",
+        },
+        _SESSION_RUN.format(table="step_blobs")
+        + " JOIN steps ON steps.id = step_blobs.step JOIN blobs ON blobs.id = step_blobs.blob",
+        "NULL",
+    ),
 }
 """By table: its SQL name, expressions that are not columns of it, joins, and its user columns."""
 
@@ -92,13 +111,14 @@ def _row_batches(
 def _chunk_batches(
     connection: apsw.Connection, run: str | None, after: int, schema: pa.Schema
 ) -> Iterator[pa.RecordBatch]:
-    """One row a layer group, with its share of the bytes."""
+    """One row a layer group, with its share of the bytes. A blob's chunk has no session."""
     row_bytes: dict[tuple[str, str], list[int]] = {}
     cursor = connection.execute(
-        "SELECT chunk_id, runs.run, sessions.session_id, chunks.field, groups, start, rows, state,"
+        "SELECT chunk_id, runs.run, sessions.session_id, chunks.field, groups, start, rows, chunks.state,"
         " chunks.created_at, chunks.rev, chunks.id FROM chunks "
-        + _SESSION_RUN.format(table="chunks")
-        + " WHERE chunks.rev > ? AND (? IS NULL OR runs.run = ?) ORDER BY chunks.rev",
+        "LEFT JOIN sessions ON sessions.id = chunks.session LEFT JOIN blobs ON blobs.id = chunks.blob "
+        "JOIN runs ON runs.id = coalesce(sessions.run, blobs.run) "
+        "WHERE chunks.rev > ? AND (? IS NULL OR runs.run = ?) ORDER BY chunks.rev",
         (after, run, run),
     )
     for block in _blocks(cursor):
@@ -186,10 +206,11 @@ def _batch(values: Sequence[Sequence[object]], schema: pa.Schema) -> pa.RecordBa
 def _row_bytes(connection: apsw.Connection, run: str) -> dict[tuple[str, str], list[int]]:
     """By run and field, the bytes of one row in each layer group."""
     text = connection.execute("SELECT fields FROM runs WHERE run = ?", (run,)).get
+    declared = [BLOB_FIELD, *map(Field.from_json, json.loads(text))]
     return {
         (run, field.name): [
             math.prod(field.group_shape(group)) * field.type.numpy.itemsize
             for group in range(len(field.groups))
         ]
-        for field in map(Field.from_json, json.loads(text))
+        for field in declared
     }

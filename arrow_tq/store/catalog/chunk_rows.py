@@ -1,11 +1,15 @@
-"""Rows of the chunks table: their state, their holds, and what is freed when the last hold goes."""
+"""Rows of the chunks table: their state, their holds, and what is freed when the last hold goes.
+
+What holds a session's chunks holds its steps' blobs too (``blobs``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import apsw
 
+from arrow_tq.store.catalog.blobs import drop_blob_holds, release_unheld_blobs, take_blob_holds
 from arrow_tq.store.catalog.writer import Change
 from arrow_tq_schemas.ids import ChunkId
 
@@ -32,6 +36,7 @@ def take_holds(change: Change, session: int, view: str) -> None:
         "WHERE chunks.id = counted.chunk",
         (session, view),
     )
+    take_blob_holds(change, session, view)
 
 
 def drop_holds(change: Change, pairs: str, values: Sequence[object]) -> None:
@@ -50,16 +55,18 @@ def drop_holds(change: Change, pairs: str, values: Sequence[object]) -> None:
         (change.rev, *values),
     )
     change.released += all_groups((raw, groups) for raw, groups, state in freed if state == RELEASED)
+    drop_blob_holds(change, pairs, values)
 
 
 def release_unheld(change: Change, session: int) -> None:
-    """Free the session's chunks that no segment keeps."""
+    """Free the session's chunks, and end its references to blobs, that no segment keeps."""
     freed = change.execute(
         "UPDATE chunks SET state = 'released', rev = ? "
         "WHERE session = ? AND state = 'committed' AND holds = 0 RETURNING chunk_id, groups",
         (change.rev, session),
     )
     change.released += all_groups(freed)
+    release_unheld_blobs(change, session)
 
 
 def release_chunks(change: Change, ids: Sequence[bytes]) -> None:
@@ -89,3 +96,15 @@ def read_states(connection: apsw.Connection, ids: Sequence[ChunkId]) -> list[str
     """State of each chunk, whichever its layer group; None where no step ever attached it."""
     query = "SELECT state FROM chunks WHERE chunk_id = ?"
     return [connection.execute(query, (chunk_id.sibling(0).to_bytes(),)).get for chunk_id in ids]
+
+
+def count_missing(connection: apsw.Connection, here: Collection[ChunkId]) -> tuple[int, int]:
+    """Committed chunks that are not ``here``, by layer group, and their bytes (groups counted as alike)."""
+    chunks = size = 0
+    for raw, groups, total in connection.execute(
+        "SELECT chunk_id, groups, bytes FROM chunks WHERE state = 'committed'"
+    ):
+        missing = sum(one not in here for one in all_groups([(raw, groups)]))
+        chunks += missing
+        size += total * missing // groups
+    return chunks, size

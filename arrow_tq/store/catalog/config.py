@@ -28,6 +28,7 @@ class CatalogConfig:
         path_spans_cached_max: spans of all of these together at most.
         wal_bytes_max: size of the write-ahead log from which a commit itself checkpoints it.
         gauges_ttl_s: age at which gauges are counted again.
+        blob_bytes_max: size of one blob at most.
     """
 
     path: Path
@@ -41,6 +42,7 @@ class CatalogConfig:
     path_spans_cached_max: int = 1 << 20
     wal_bytes_max: int = 64 << 20
     gauges_ttl_s: float = 0.25
+    blob_bytes_max: int = 64 << 20
 
     def __post_init__(self) -> None:
         for slot in dataclass_fields(self):
@@ -60,6 +62,9 @@ class ChunkPins(Protocol):
 
     def header(self, chunk_id: ChunkId) -> ChunkHeader | None:
         """The header of a chunk that is there."""
+
+    def sha256(self, ids: Sequence[ChunkId]) -> str:
+        """Digest, as hex, of these chunks' values one after another; of what is not there, nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any
 import apsw
 import numpy as np
 
+from arrow_tq.store.catalog.blobs import held_refs, show_blobs
 from arrow_tq.store.catalog.chunk_rows import RELEASED, release_unheld, take_holds
 from arrow_tq.store.catalog.columns import check_reward, columns_text, learn_kinds, parse_columns
 from arrow_tq.store.catalog.receipt_blobs import decode_receipts
@@ -19,7 +20,7 @@ from arrow_tq.store.catalog.task_sets import NOBODY
 from arrow_tq.store.catalog.versions import version_ordinal
 from arrow_tq.store.catalog.writer import Again, Change
 from arrow_tq.store.compose import ComposedSegment, TreeStep, compose
-from arrow_tq.store.trees import NO_PARENT
+from arrow_tq.store.trees import NO_PARENT, on_paths
 from arrow_tq_schemas.commands import FinalizeSession, SegmentInfo, SegmentInfos
 from arrow_tq_schemas.errors import ChunkReleased, InternalError, SessionClosed
 from arrow_tq_schemas.manifests import Manifest
@@ -45,6 +46,8 @@ class Composition:
     """Of the session's row, which every change of its tree touches."""
     segments: list[ComposedSegment]
     manifests: list[bytes]
+    blobs: list[list[int]]
+    """By segment, the references to blobs of the steps on its path."""
 
 
 def compose_session(connection: apsw.Connection, run: RunRecord, command: FinalizeSession) -> Composition:
@@ -58,15 +61,19 @@ def compose_session(connection: apsw.Connection, run: RunRecord, command: Finali
     reward, columns = check_reward(command.reward), parse_columns(command.columns)
     session = get_session(connection, run, command.session_id)
     if session.status not in (OPEN, FINALIZED) or _before(connection, session, command.view) is not None:
-        return Composition(reward, columns, session.rev, [], [])
+        return Composition(reward, columns, session.rev, [], [], [])
+    steps = _read_tree(connection, run, session.id)
     segments = compose(
-        _read_tree(connection, run, session.id),
+        steps,
         list(run.fields.values()),
         lambda index: segment_id(command.session_id, command.view, index),
         command.view,
     )
     manifests = [segment.manifest.encode() for segment in segments]
-    return Composition(reward, columns, session.rev, segments, manifests)
+    refs = held_refs(connection, session.id)
+    by_step = {place: refs[step.step_id] for place, step in enumerate(steps) if step.step_id in refs}
+    blobs = on_paths([step.parent for step in steps], by_step, [segment.last for segment in segments])
+    return Composition(reward, columns, session.rev, segments, manifests, blobs)
 
 
 def _read_tree(connection: apsw.Connection, run: RunRecord, session: int) -> list[TreeStep]:
@@ -165,6 +172,7 @@ def _insert(
         "INSERT INTO segment_chunks VALUES (?, ?)",
         [(row, chunk) for chunk in _owned_rows(segment.manifest, chunks)],
     )
+    show_blobs(change, row, composed.blobs[index])
     change.executemany(
         "INSERT INTO segment_tasks VALUES (?, ?, ?, ?, ?, NULL)",
         [(row, task, run.id, command.view, "ready") for task in tasks]

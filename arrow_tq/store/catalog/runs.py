@@ -14,6 +14,7 @@ from arrow_tq.store.catalog.database import Readers
 from arrow_tq.store.catalog.task_sets import task_set
 from arrow_tq.store.catalog.versions import version_ordinal
 from arrow_tq.store.catalog.writer import Change
+from arrow_tq_schemas.blobs import BLOB_FIELD
 from arrow_tq_schemas.commands import Done, OpenRun, RunInfo, SetPolicyVersion, TaskSpec
 from arrow_tq_schemas.errors import Conflict, InvalidField, InvalidInput, NotFound, StaleEpoch
 from arrow_tq_schemas.fields import Field, Task
@@ -225,6 +226,8 @@ def declared_fields(declarations: Sequence[dict[str, object]]) -> dict[str, Fiel
         field = _field(declaration)
         if field.name in fields:
             raise InvalidField(f"field {field.name!r} is declared twice", field=field.name)
+        if field.name == BLOB_FIELD.name:
+            raise InvalidField(f"field {field.name!r}: the name is kept for blobs", field=field.name)
         fields[field.name] = field
     return fields
 

@@ -141,7 +141,32 @@ CREATE TABLE fences (
 """
 """A tree of steps: which are left out, what ends a segment, and attempts whose retry came before them."""
 
-MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2)
+_BLOBS = """
+CREATE TABLE blobs (
+    id INTEGER PRIMARY KEY, run INTEGER NOT NULL, blob_id BLOB NOT NULL, media_type TEXT NOT NULL,
+    bytes INTEGER NOT NULL, state TEXT NOT NULL, refs INTEGER NOT NULL, created_at INTEGER NOT NULL,
+    rev INTEGER NOT NULL, UNIQUE (run, blob_id)
+) STRICT;
+CREATE INDEX blobs_rev ON blobs (rev);
+
+CREATE TABLE step_blobs (
+    id INTEGER PRIMARY KEY, session INTEGER NOT NULL, step INTEGER NOT NULL, place INTEGER NOT NULL,
+    blob INTEGER NOT NULL, media_type TEXT NOT NULL, state TEXT NOT NULL, holds INTEGER NOT NULL,
+    rev INTEGER NOT NULL, UNIQUE (step, place)
+) STRICT;
+CREATE INDEX step_blobs_rev ON step_blobs (rev);
+CREATE INDEX step_blobs_session ON step_blobs (session);
+
+CREATE TABLE segment_blobs (
+    segment INTEGER NOT NULL, ref INTEGER NOT NULL, PRIMARY KEY (segment, ref)
+) STRICT, WITHOUT ROWID;
+
+ALTER TABLE chunks ADD COLUMN blob INTEGER;
+CREATE INDEX chunks_blob ON chunks (blob) WHERE blob IS NOT NULL;
+"""
+"""Files that steps refer to: a chunk belongs to a session, or (session 0) to a blob, which many share."""
+
+MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _BLOBS)
 """Element n takes a file from ``user_version`` n to n + 1. Never edited once released."""
 
 

@@ -1,4 +1,7 @@
-"""Sessions: opened, opened again, closed groups."""
+"""Sessions: opened, opened again, closed groups.
+
+One that is finalized can be opened by its id alone, to be finalized in its other view.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def get_session(connection: apsw.Connection, run: RunRecord, session_id: str) ->
 
 
 def open_session(change: Change, runs: WriterRuns, command: OpenSession) -> SessionInfo:
-    """Create a session, or open it again while it is open.
+    """Create a session, or open it again while it is open; one that is finalized by its id alone.
 
     Raises:
         SessionClosed: it has ended; names how.
@@ -85,7 +88,7 @@ def open_session(change: Change, runs: WriterRuns, command: OpenSession) -> Sess
     found = find_session(change.connection, run, command.session_id)
     if found is None:
         _create(change, run, command, columns)
-    else:
+    elif found.status != FINALIZED or not _names_alone(command):
         _open_again(change, run, command, columns, found)
     session = get_session(change.connection, run, command.session_id)
     return SessionInfo(
@@ -124,6 +127,11 @@ def _create(change: Change, run: RunRecord, command: OpenSession, columns: dict[
             *(change.now_us, change.now_us, None if ttl_us is None else change.now_us + ttl_us, change.rev),
         ),
     )
+
+
+def _names_alone(command: OpenSession) -> bool:
+    """Whether a command asks for nothing but the session: whoever says more means to write it."""
+    return (command.group, command.tasks, command.ttl_s, command.columns) == (None, None, None, "{}")
 
 
 def _open_again(

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from arrow_tq.store.catalog.blob_plans import PlannedBlob, plan_blobs
 from arrow_tq.store.catalog.config import ChunkPins
 from arrow_tq.store.catalog.receipt_blobs import encode_receipts
 from arrow_tq.store.catalog.runs import RunRecord
@@ -45,9 +46,12 @@ class StepPlan:
     num_tokens: int | None
     rewrite_at: int | None
     problem: ArrowTQError | None
+    blobs: list[PlannedBlob]
 
 
-def plan_step(run: RunRecord, commit: StepCommit, rewrite_at: int | None, pins: ChunkPins) -> StepPlan:
+def plan_step(
+    run: RunRecord, commit: StepCommit, rewrite_at: int | None, pins: ChunkPins, blob_bytes_max: int
+) -> StepPlan:
     """Raises ``InvalidInput`` where the step cannot even be looked up; the rest waits in ``problem``."""
     check_id(commit.step_id, "step id")
     named = (commit.parent or None, "parent step id"), (commit.retry_of, "retried step id")
@@ -59,15 +63,18 @@ def plan_step(run: RunRecord, commit: StepCommit, rewrite_at: int | None, pins: 
     problem: ArrowTQError | None = None
     chunks: list[ChunkRow] = []
     ids: list[ChunkId] = []
+    blobs: list[PlannedBlob] = []
     num_tokens = None
     try:
         _check_record(commit)
         num_tokens = _check_ends(run, commit)
         for receipt in commit.receipts:
             _check_receipt(run, commit, receipt, pins, chunks, ids)
+        blobs = plan_blobs(commit, blob_bytes_max, pins)
     except ArrowTQError as error:
         problem = error
-    return StepPlan(commit, encode_receipts(commit.receipts), chunks, ids, num_tokens, rewrite_at, problem)
+    receipts = encode_receipts(commit.receipts)
+    return StepPlan(commit, receipts, chunks, ids, num_tokens, rewrite_at, problem, blobs)
 
 
 def lost(step_id: str, ids: Sequence[ChunkId]) -> ChunkLost:

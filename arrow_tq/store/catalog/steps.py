@@ -6,18 +6,20 @@ from collections.abc import Callable, Sequence
 
 import apsw
 
+from arrow_tq.store.catalog.blobs import attach_blobs, check_blobs, drop_spares, same_blobs
 from arrow_tq.store.catalog.config import ChunkPins
 from arrow_tq.store.catalog.receipt_blobs import decode_receipts
 from arrow_tq.store.catalog.runs import WriterRuns
 from arrow_tq.store.catalog.sessions import SessionRow, get_session
-from arrow_tq.store.catalog.step_plans import ChunkRow, StepPlan, lost
+from arrow_tq.store.catalog.step_plans import StepPlan, lost
 from arrow_tq.store.catalog.tree import ROOT, check_fence, cut_reason, find_parent, supersede
 from arrow_tq.store.catalog.writer import Change
 from arrow_tq_schemas.errors import ArrowTQError, Conflict
+from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.receipts import Receipt
 
 _FIND_STEP = (
-    "SELECT step_index, version, sampled_start, sampled_end, messages, tools_hash, parent_id, receipts "
+    "SELECT step_index, version, sampled_start, sampled_end, messages, tools_hash, parent_id, receipts, id "
     "FROM steps WHERE session = ? AND step_id = ?"
 )
 _INSERT_STEP = (
@@ -47,12 +49,17 @@ def commit_step(plan: StepPlan, runs: WriterRuns, pins: ChunkPins) -> Callable[[
             check_fence(change.connection, session, commit.step_id)
             parent = find_parent(change.connection, session, commit.step_id, commit.parent, commit.retry_of)
             _pin(change, plan, pins)
+            brought = check_blobs(
+                *(change, run.id, commit.step_id, plan.blobs, pins),
+                lambda connection, ids: _unpin(connection, ids, pins),
+            )
         except ArrowTQError:
             # A retry is answered although its session is over, or its chunks were released.
             known = change.execute(_FIND_STEP, (session.id, commit.step_id)).fetchone()
             if known is None:
                 raise
-            return _retried(plan, known)
+            change.take_back()
+            return _retried(change, plan, known)
         start, end = commit.sampled or (None, None)
         rewrite_at, cut = _cut(change.connection, session.id, parent, plan)
         change.execute(
@@ -64,11 +71,14 @@ def commit_step(plan: StepPlan, runs: WriterRuns, pins: ChunkPins) -> Callable[[
             ),
         )
         if not change.connection.changes():
-            _unpin(change.connection, plan, pins)
+            change.take_back()
             known = change.execute(_FIND_STEP, (session.id, commit.step_id)).fetchone()
             assert known is not None
-            return _retried(plan, known)
+            return _retried(change, plan, known)
+        step = change.connection.last_insert_rowid()
         _attach(change, session, plan)
+        if plan.blobs:
+            attach_blobs(change, run.id, session.id, step, plan.blobs, brought)
         if commit.retry_of is not None:
             supersede(change, session, commit.retry_of, commit.step_id)
         if commit.version is not None:
@@ -87,16 +97,23 @@ def find_receipts(connection: apsw.Connection, session: int, step_id: str, run: 
     return [] if blob is None else decode_receipts(blob, run, 0)
 
 
-def _retried(plan: StepPlan, known: Sequence[object]) -> int:
+def _retried(change: Change, plan: StepPlan, known: Sequence[object]) -> int:
     """The index of a step that is committed already, if this is the same one.
 
     A writer that was cut off may have stored its rows again, as other chunks: then the record and the
     shape of the receipts decide, and the new chunks stay unattached.
     """
-    index, version, start, end, messages, tools, parent, blob = known
+    index, version, start, end, messages, tools, parent, blob, row = known
     commit = plan.commit
     assert isinstance(index, int)
     assert isinstance(blob, bytes)
+    assert isinstance(row, int)
+    if not same_blobs(change.connection, row, commit.blobs):
+        raise Conflict(
+            f"step {commit.step_id!r} of session {commit.session_id!r} is committed with other blobs",
+            step_id=commit.step_id,
+        )
+    drop_spares(change, plan.blobs)
     if blob == plan.receipts:
         return index
     record = (version, None if start is None else (start, end), messages, tools)
@@ -136,7 +153,7 @@ def _pin(change: Change, plan: StepPlan, pins: ChunkPins) -> None:
     missing = pins.pin(plan.ids)
     if missing:
         raise lost(plan.commit.step_id, missing)
-    change.undo.append(lambda connection: _unpin(connection, plan, pins))
+    change.undo.append(lambda connection: _unpin(connection, plan.ids, pins))
 
 
 def _attach(change: Change, session: SessionRow, plan: StepPlan) -> None:
@@ -160,14 +177,16 @@ def _attach(change: Change, session: SessionRow, plan: StepPlan) -> None:
         ) from None
 
 
-def _unpin(connection: apsw.Connection, plan: StepPlan, pins: ChunkPins) -> None:
+def _unpin(connection: apsw.Connection, ids: Sequence[ChunkId], pins: ChunkPins) -> None:
     """Take the marks back, but for chunks that belong to a step after all."""
-    free = {row[0] for row in plan.chunks if not _is_committed(connection, row)}
-    pins.unpin([one for one in plan.ids if one.sibling(0).to_bytes() in free])
+    families = {one.sibling(0) for one in ids}
+    free = {one for one in families if not _is_committed(connection, one)}
+    pins.unpin([one for one in ids if one.sibling(0) in free])
 
 
-def _is_committed(connection: apsw.Connection, row: ChunkRow) -> bool:
-    return connection.execute("SELECT 1 FROM chunks WHERE chunk_id = ?", (row[0],)).get is not None
+def _is_committed(connection: apsw.Connection, chunk_id: ChunkId) -> bool:
+    found = connection.execute("SELECT 1 FROM chunks WHERE chunk_id = ?", (chunk_id.to_bytes(),)).get
+    return found is not None
 
 
 def _shape(receipts: Sequence[Receipt]) -> list[tuple[object, ...]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import apsw
 
+from arrow_tq.store.catalog.blobs import release_blobs_of
 from arrow_tq.store.catalog.chunk_rows import release_chunks
 from arrow_tq.store.catalog.receipt_blobs import decode_receipts
 from arrow_tq.store.catalog.runs import WriterRuns
@@ -164,6 +165,7 @@ def leave_out(change: Change, session: int, step_id: str, status: str) -> int:
         "UPDATE steps SET status = ?, rev = ? WHERE id = ?", [(status, change.rev, row) for row in marked]
     )
     release_chunks(change, chunks)
+    release_blobs_of(change, marked)
     return len(marked)
 
 

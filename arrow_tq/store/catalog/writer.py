@@ -58,6 +58,12 @@ class Change:
         self.after: list[Callable[[], None]] = []
         self.wakes = False
 
+    def take_back(self) -> None:
+        """Undo what the operation did outside the transaction, which goes on."""
+        for undo in self.undo:
+            undo(self.connection)
+        self.undo.clear()
+
 
 Apply = Callable[[Change], Result]
 
@@ -184,7 +190,7 @@ class Writer:
         if not self._run_plainly(batch, rev, now_us):
             connection.execute("ROLLBACK")
             for job in batch:
-                _undo(job.changes, connection)
+                _undo(job.changes)
                 job.changes.clear()
                 job.outcomes.clear()
             connection.execute("BEGIN IMMEDIATE")
@@ -223,7 +229,7 @@ class Writer:
                         raise
                     if connection.total_changes() != before:
                         return False
-                    _undo([change], connection)
+                    _undo([change])
                     change.wakes = False
                     job.outcomes.append(Outcome(error=self._explain(error)))
         return True
@@ -244,7 +250,7 @@ class Writer:
                 raise
             change.execute("ROLLBACK TO operation")
             change.execute("RELEASE operation")
-            _undo([change], self._connection)
+            _undo([change])
             change.wakes = False
             return Outcome(error=self._explain(error))
         change.execute("RELEASE operation")
@@ -257,7 +263,7 @@ class Writer:
                 for index, change in enumerate(job.changes)
                 if index >= len(job.outcomes) or job.outcomes[index].error is None
             ]
-            _undo(undone, self._connection)
+            _undo(undone)
             job.outcomes[:] = [
                 outcome if outcome.error is not None else Outcome(error=error) for outcome in job.outcomes
             ]
@@ -271,11 +277,9 @@ class Writer:
         return _translate(error)
 
 
-def _undo(changes: Iterable[Change], connection: apsw.Connection) -> None:
+def _undo(changes: Iterable[Change]) -> None:
     for change in changes:
-        for undo in change.undo:
-            undo(connection)
-        change.undo.clear()
+        change.take_back()
 
 
 def _translate(error: Exception) -> ArrowTQError:

@@ -3,6 +3,7 @@
 Every test looks at the reply *and* at what the store holds afterwards.
 """
 
+from arrow_tq.testing.conformance.blobs import BlobConformance
 from arrow_tq.testing.conformance.claims import ClaimConformance
 from arrow_tq.testing.conformance.concurrency import ConcurrencyConformance
 from arrow_tq.testing.conformance.people import PeopleConformance
@@ -24,5 +25,6 @@ class StoreConformance(
     PeopleConformance,
     ConcurrencyConformance,
     WritingConformance,
+    BlobConformance,
 ):
     """All of it."""

@@ -33,6 +33,34 @@ class SegmentConformance:
         with pytest.raises(errors.SessionClosed), session.step() as step:
             step.put("token_ids", [1], start=0)
 
+    def test_a_fetch_tells_which_version_sampled_each_token(self, store: Store) -> None:
+        run = open_run(store)
+        for number, versions in enumerate((("7", "8", None), ("8", "9", "9"))):
+            session = run.session(f"s-{number}")
+            for index, version in enumerate(versions):
+                start = 4 * index
+                with session.step(version=version, sampled=(start + 2, start + 4)) as step:
+                    step.put("token_ids", np.arange(4), start=start)
+                    step.put("logprobs", np.zeros(2), start=start + 2)
+            session.finalize()
+        batch = run.claim(2)
+        assert batch.table.select(["version_min", "version_max"]).to_pylist() == [
+            {"version_min": "7", "version_max": "8"},
+            {"version_min": "8", "version_max": "9"},
+        ]
+        data = batch.fetch("logprobs", expect_tokens=[np.tile(np.arange(4), 3)] * 2)
+        assert data.versions.names == ("7", "8", "9")
+        assert [one.tolist() for one in data.versions] == [
+            [-1, -1, 0, 0, -1, -1, 1, 1, -1, -1, -1, -1],
+            [-1, -1, 1, 1, -1, -1, 2, 2, -1, -1, 2, 2],
+        ]
+        assert data.versions.packed.shape == data["logprobs"].packed.shape
+        assert data.versions.ranges(1) == [(2, 4, "8"), (6, 8, "9"), (10, 12, "9")]
+        alone = batch.select([1]).fetch([])
+        assert (len(alone), len(alone.versions), alone.versions.names) == (0, 1, ("8", "9"))
+        assert alone.versions[-1].tolist() == [-1, -1, 0, 0, -1, -1, 1, 1, -1, -1, 1, 1]
+        assert batch.fetch([], rows=[]).versions.packed.tolist() == []
+
     def test_a_hole_is_an_error_that_names_its_positions(self, store: Store) -> None:
         run = open_run(store)
         session = run.session("s")

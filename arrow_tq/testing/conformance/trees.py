@@ -223,6 +223,34 @@ class TreeConformance:
             session.finalize("timeline")
         assert run.sql("SELECT DISTINCT view FROM segments").column(0).to_pylist() == ["lineage"]
 
+    def test_the_other_view_is_finalized_by_the_sessions_id(self, store: Store) -> None:
+        run = open_run(store)
+        session = run.session("s", group="g", ttl_s=60)
+        write(session, "a", 0, [1, 2])
+        write(session, "b", 2, [3])
+        write(session, "c", 2, [4], parent="a")
+        assert session.status == "open"
+        lineage = session.finalize(reward=1.0)
+        again = run.session("s")
+        assert (again.status, again.group, again.last_step) == ("finalized", "g", "c")
+        with pytest.raises(errors.SessionClosed, match="takes no more steps"):
+            again.step()
+        # Whoever says more than the id means to write it, and is told.
+        for more in ({"group": "g"}, {"ttl_s": 60}, {"tasks": ["train"]}, {"note": "x"}):
+            with pytest.raises(errors.SessionClosed, match="is finalized"):
+                run.session("s", **more)
+        assert again.finalize(reward=1.0) == lineage
+        timeline = again.finalize("timeline", reward=2.0)
+        assert [one.segment_id for one in timeline] == ["s~t0", "s~t1"]
+        assert run.session("s").finalize("timeline", reward=2.0) == timeline
+        with pytest.raises(errors.SessionClosed, match="view 'timeline'"):
+            run.session("s").finalize("timeline", reward=3.0)
+        data = run.claim(10, view="timeline").fetch("token_ids")["token_ids"]
+        assert [one.tolist() for one in data] == [[1, 2, 3], [1, 2, 4]]
+        assert tokens_of(run) == [[1, 2, 3], [1, 2, 4]]
+        with pytest.raises(errors.SessionClosed, match="is finalized"):
+            again.abort()
+
     def test_tools_and_mismatches_end_segments(self, store: Store) -> None:
         run = open_run(store)
         session = run.session("s")
