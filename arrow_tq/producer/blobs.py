@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from arrow_tq.calls import ask
-from arrow_tq.producer.encode import encode
 from arrow_tq_schemas.blobs import BLOB_FIELD, BlobRef, StepBlob, blob_id
 from arrow_tq_schemas.commands import BlobInfo, FindBlob
 from arrow_tq_schemas.errors import ArrowTQError, ChunkReleased, InvalidInput
@@ -65,16 +64,8 @@ class StepBlobs:
 
     def _store(self, content: bytes) -> Receipt:
         run = self._step.session.run
-        encoded = encode(
-            BLOB_FIELD,
-            np.frombuffer(content, np.uint8),
-            0,
-            run=run.name,
-            epoch=run.epoch,
-            shard=run.backend.shard(),
-            ids=run.ids,
-            chunk_bytes=run.chunk_bytes,
-        )
+        backend, rows = run.backend, np.frombuffer(content, np.uint8)
+        encoded = run.encoder(BLOB_FIELD).encode(rows, 0, backend.shard(), run.ids, backend.placer)
         # Nobody can change bytes, so they may travel in the background.
         self._step.store(BLOB_FIELD, encoded, private=True)
         return encoded.receipt

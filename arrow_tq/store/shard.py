@@ -121,7 +121,7 @@ class Shard:
         try:
             for group in range(len(field.groups)):
                 key = ExtentKey(run, field.name, group, tier)
-                stream = self._streams.try_locked(key, field, self._site)
+                stream = self._streams.locked_at_once(key, field, self._site)
                 if stream is None:
                     let_go(held)
                     return None

@@ -31,7 +31,7 @@ class ShardConfig:
     capacity_bytes: int
     number: int = 0
     extent_bytes: int = 256 << 20
-    blob_extent_bytes: int = 16 << 20
+    blob_extent_bytes: int = 4 << 20
     grow_bytes: int = 4 << 20
     ahead_bytes: int = 64 << 20
     seal_idle_s: float = 15.0

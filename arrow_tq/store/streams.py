@@ -50,8 +50,8 @@ class Streams:
             # It was idle, and its folders went the moment before.
             stream.lock.release()
 
-    def try_locked(self, key: ExtentKey, field: Field, site: StreamSite) -> Stream | None:
-        """As ``locked``; None where another writer holds it."""
+    def locked_at_once(self, key: ExtentKey, field: Field, site: StreamSite) -> Stream | None:
+        """As ``locked``; None where somebody else has its lock."""
         while True:
             stream = self._by_key.get(key) or self._open(key, field, site)
             if not stream.lock.acquire(blocking=False):
