@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from arrow_tq.aio import Threads
@@ -16,16 +18,21 @@ from arrow_tq.calls import Ids, ask, checked, columns_json, read_table, segment_
 from arrow_tq.producer.encode import CHUNK_BYTES, Encoder
 from arrow_tq.producer.session import Session
 from arrow_tq.trainer.batch import Batch
+from arrow_tq.trainer.batches import Batches
+from arrow_tq.trainer.fetch import Reading
 from arrow_tq.trainer.reference import BatchRef
+from arrow_tq.trainer.resolve import resolve
 from arrow_tq.trainer.tables import segment_table
 from arrow_tq_schemas.blobs import BlobRef
 from arrow_tq_schemas.commands import (
+    AddField,
     AttachClaim,
     Claim,
     ClaimInfo,
     CloseGroup,
     Discard,
     Done,
+    OpenRun,
     OpenSession,
     RunInfo,
     RunQuery,
@@ -53,6 +60,8 @@ class Run:
         tasks: the declared tasks by name.
         chunk_bytes: aimed size of one chunk; larger puts become several.
         put_timeout_s: how long a step waits for its rows to be stored.
+        reading: bounds of fetches.
+        batches: those that this process claimed or attached, and still has.
     """
 
     def __init__(self, backend: Backend, threads: Threads, info: RunInfo) -> None:
@@ -62,15 +71,22 @@ class Run:
         self.name = info.run
         self.epoch = info.epoch
         self.durability = info.durability
-        self.fields = {field.name: field for field in map(Field.from_json, info.fields)}
+        self.fields: dict[str, Field] = {}
+        self._learn(info)
         self.tasks = {spec.name: Task(spec.name, _names(spec.fields)) for spec in info.tasks}
         self.chunk_bytes = CHUNK_BYTES
         self.put_timeout_s = 120.0
         self._encoders: dict[str, Encoder] = {}
+        self.reading = Reading()
+        self.batches = Batches()
 
     def field(self, name: str) -> Field:
         """The declared field; raises ``NotFound`` naming those that exist."""
         found = self.fields.get(name)
+        if found is None:
+            # Another process may have added it since this run was opened.
+            self._learn(ask(self.backend, OpenRun(run=self.name), RunInfo))
+            found = self.fields.get(name)
         if found is None:
             known = ", ".join(self.fields)
             raise NotFound(f"run {self.name!r} has no field {name!r}; it has {known}", field=name)
@@ -181,6 +197,42 @@ class Run:
         reply = self.backend.execute(command)
         return self._batch(reply.body, reply.blobs[0], rank, world)
 
+    def resolve(
+        self,
+        handles: object,
+        field: str,
+        layers: Sequence[int] | None = None,
+        expect_tokens: object = None,
+        out: object = None,
+        valid: object = None,
+    ) -> npt.NDArray[np.generic]:
+        """The payload that handles stand for, ``[rows, *item]`` in their order; each chunk row is read once.
+
+        Args:
+            handles: ``[rows, 6]`` int32 or int64, numpy or torch, from ``batch.handles``, moved as you like.
+            field: the field that they were made for.
+            layers, out: as for ``batch.fetch``.
+            expect_tokens: ``[rows]`` token ids, moved along: each row is compared with the token that it was
+                stored for. Needs a batch of theirs claimed or attached in this process.
+            valid: which rows are there: None for all, their number, or ``[rows]`` bool. An all-zero row among
+                them is an error; others are padding and read as the field's fill.
+
+        Raises:
+            MalformedMessage: a row is no handle: two were added, or bits were lost.
+            Misaligned: an all-zero row that should be there, or tokens differ.
+            Hole, ChunkReleased, ChunkLost, ChunkPending: naming rows or chunks.
+        """
+        return resolve(self, handles, field, layers, expect_tokens, out, valid)
+
+    def add_field(self, field: Field) -> None:
+        """Declare one more field, which tasks that did not list theirs read. Idempotent.
+
+        Raises:
+            Conflict: the run has another field of that name.
+        """
+        command = AddField(run=self.name, epoch=self.epoch, field=field.to_json())
+        self._learn(ask(self.backend, command, RunInfo))
+
     def update(self, ids: Ids, view: View = "lineage", **columns: object) -> int:
         """Set ``reward`` or other columns of segments after finalize; says how many rows changed."""
         with checked("update"):
@@ -286,6 +338,20 @@ class Run:
     async def aattach(self, ref: str, rank: int, world: int) -> Batch:
         return await self.threads.call(self.attach, ref, rank, world)
 
+    async def aresolve(
+        self,
+        handles: object,
+        field: str,
+        layers: Sequence[int] | None = None,
+        expect_tokens: object = None,
+        out: object = None,
+        valid: object = None,
+    ) -> npt.NDArray[np.generic]:
+        return await self.threads.call(self.resolve, handles, field, layers, expect_tokens, out, valid)
+
+    async def aadd_field(self, field: Field) -> None:
+        await self.threads.call(self.add_field, field)
+
     async def aupdate(self, ids: Ids, view: View = "lineage", **columns: object) -> int:
         return await self.threads.call(self.update, ids, view, **columns)
 
@@ -345,7 +411,12 @@ class Run:
     def _batch(self, info: object, table: bytes, rank: int | None, world: int | None) -> Batch:
         if not isinstance(info, ClaimInfo):
             raise InternalError(f"reply to a claim: {type(info).__name__}")
-        return Batch(self, info, read_table(table), rank, world)
+        batch = Batch(self, info, read_table(table), rank, world)
+        self.batches.add(batch)
+        return batch
+
+    def _learn(self, info: RunInfo) -> None:
+        self.fields.update((field.name, field) for field in map(Field.from_json, info.fields))
 
 
 def _pause_s(until: float) -> float:

@@ -25,6 +25,8 @@ class Sizes:
     clients: int
     commits: int
     """Step commits per client and round."""
+    handles: int
+    """Handles expanded, and grouped, in one call."""
 
     @property
     def piece_bytes(self) -> int:
@@ -40,9 +42,18 @@ FULL = Sizes(
     wire_pieces=12,
     clients=64,
     commits=100,
+    handles=10_000_000,
 )
 SMOKE = Sizes(
-    rounds=1, pause_s=0.0, piece_tokens=64, pieces=3, warm_pieces=2, wire_pieces=2, clients=4, commits=5
+    rounds=1,
+    pause_s=0.0,
+    piece_tokens=64,
+    pieces=3,
+    warm_pieces=2,
+    wire_pieces=2,
+    clients=4,
+    commits=5,
+    handles=10_000,
 )
 
 

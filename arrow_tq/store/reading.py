@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arrow_tq.backend import Read, Rows
+from arrow_tq.logs import logger
 from arrow_tq.store.catalog import Catalog
 from arrow_tq.store.shard import Shard
 from arrow_tq_schemas.chunks import Chunk
@@ -18,6 +19,7 @@ from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.spans import chunk_ids
 
 PENDING_POLL_S = 0.02
+PENDING_WARN_S = 10.0
 IDS_NAMED_MAX = 5
 
 
@@ -27,6 +29,7 @@ class Reader:
     def __init__(self, shard: Shard, catalog: Catalog) -> None:
         self._shard = shard
         self._catalog = catalog
+        self._log = logger("arrow_tq.reading")
         self.chunks_read = 0
         self.bytes_read = 0
 
@@ -55,7 +58,8 @@ class Reader:
 
     def _gather(self, wanted: Sequence[ChunkId], request: Read) -> dict[ChunkId, Chunk]:
         """Every chunk of the request, before the first row leaves: an answer is whole or an error."""
-        until = time.monotonic() + request.wait_s
+        began = warned = time.monotonic()
+        until = began + request.wait_s
         chunks: dict[ChunkId, Chunk] = {}
         missing = list(dict.fromkeys(wanted))
         while True:
@@ -64,7 +68,17 @@ class Reader:
                 self.chunks_read += len(chunks)
                 return chunks
             self._explain(missing)
-            if time.monotonic() >= until:
+            now = time.monotonic()
+            if now - warned >= PENDING_WARN_S:
+                warned = now
+                self._log.warning(
+                    "waiting for chunks whose step is open",
+                    run=request.run,
+                    field=request.field.name,
+                    chunks=_named(missing),
+                    waited_s=round(now - began, 1),
+                )
+            if now >= until:
                 raise ChunkPending(
                     f"{_named(missing)}: not committed within {request.wait_s} s",
                     ids=[chunk_id.hex for chunk_id in missing],

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +14,9 @@ import numpy.typing as npt
 from arrow_tq.backend import Backend
 from arrow_tq.intervals import clip, domain_ranges, gaps
 from arrow_tq.trainer.data import Column, Data
-from arrow_tq.trainer.scatter import Placement, group_parts, scatter
-from arrow_tq.trainer.versions import Versions
+from arrow_tq.trainer.gather import Gather, Placement
+from arrow_tq.trainer.origin import Origin
+from arrow_tq.trainer.scatter import convert, group_parts, scatter
 from arrow_tq_schemas.errors import Hole, InvalidField, Misaligned
 from arrow_tq_schemas.fields import TOKEN_FIELD, Field
 from arrow_tq_schemas.manifests import Manifest
@@ -21,40 +26,96 @@ Array = npt.NDArray[np.generic]
 HOLES_NAMED_MAX = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a fetch reads.
+
+    Args:
+        threads_max: parts (fields and layer groups) that are read at the same time.
+        parallel_bytes_min: smaller fetches read one part after another: threads would cost more.
+        wait_s: how long to wait for chunks whose step is still open, before ``ChunkPending``.
+    """
+
+    threads_max: int = 4
+    parallel_bytes_min: int = 1 << 20
+    wait_s: float = 60.0
+
+    def run(self, reads: Sequence[Callable[[], None]], nbytes: int) -> None:
+        """Do the reads of a fetch of so many bytes."""
+        run_all(reads, self.threads_max if nbytes >= self.parallel_bytes_min else 1)
+
+
 def fetch(
     backend: Backend,
     run: str,
     manifests: Sequence[Manifest],
     fields: Sequence[Field],
     layers: Sequence[int] | None = None,
-    out: Mapping[str, Array] | None = None,
+    out: Mapping[str, object] | None = None,
+    reading: Reading | None = None,
 ) -> Data:
     """The fields' rows of the segments, packed in the order of ``manifests``.
 
     Args:
         layers: global layer ids, in the order wanted; fields without a layer axis ignore it.
-        out: buffers to fill instead of new ones, by field: ``[sum of T, *item]``, any dtype that the
-            field's fits in without loss.
+        out: buffers to fill instead of new ones, by field: numpy or CPU torch ``[sum of T, *item]``, any
+            dtype that the field's fits in without loss. What they hold after an error means nothing.
+        reading: bounds.
 
     Raises:
         Hole: positions in a field's domain that nobody wrote; names field, segment and positions.
         ChunkReleased, ChunkLost, ChunkPending: naming the chunks.
     """
-    tokens = np.array([manifest.num_tokens for manifest in manifests], dtype=np.int64)
-    offsets = np.concatenate([[0], np.cumsum(tokens)]).astype(np.int64)
+    reading = reading or Reading()
+    origin = Origin.of(manifests)
+    offsets = origin.offsets
     plans = {field.name: _place(field, manifests, offsets) for field in fields}
     columns = {}
+    reads: list[Callable[[], None]] = []
     for field in fields:
         placement, complement = plans[field.name]
-        chosen = _layers(field, layers)
-        packed = _buffer(field, chosen, int(offsets[-1]), None if out is None else out.get(field.name))
+        chosen = chosen_layers(field, layers)
+        packed = buffer(field, chosen, origin.tokens, None if out is None else out.get(field.name))
+        fill = convert(field, np.asarray(field.fill_value).reshape(1), packed.dtype)[0]
         for start, end in complement:
-            packed[start:end] = field.fill_value
-        for part in group_parts(field, chosen):
-            scatter(backend, run, field, part, placement, packed)
-        rows = np.maximum(tokens - 1, 0) if field.domain == "forwarded" else tokens
-        columns[field.name] = Column(field, chosen, packed, offsets, rows)
-    return Data(columns, offsets, Versions.of(manifests, offsets))
+            packed[start:end] = fill
+        reads += read_parts(backend, run, field, chosen, placement, packed, reading.wait_s)
+        columns[field.name] = Column(field, chosen, packed, offsets, origin.rows(field))
+    reading.run(reads, sum(column.nbytes for column in columns.values()))
+    return Data(columns, offsets, origin)
+
+
+def read_parts(
+    backend: Backend,
+    run: str,
+    field: Field,
+    layers: tuple[int, ...] | None,
+    placement: Placement,
+    out: Array,
+    wait_s: float,
+) -> list[Callable[[], None]]:
+    """One call a layer group, each of which reads its part into ``out``; none where there is nothing."""
+    gather = Gather.of(placement)
+    if not gather.rows:
+        return []
+    parts = group_parts(field, layers)
+    return [partial(scatter, backend, run, field, part, gather, out, wait_s) for part in parts]
+
+
+def run_all(calls: Sequence[Callable[[], None]], threads_max: int) -> None:
+    """Run the calls, at most so many at a time; when none runs any more, raises the first error."""
+    if len(calls) < 2 or threads_max < 2:
+        for call in calls:
+            call()
+        return
+    with ThreadPoolExecutor(min(len(calls), threads_max), thread_name_prefix="arrow-tq-fetch") as pool:
+        running = [pool.submit(call) for call in calls]
+        _, waiting = wait(running, return_when=FIRST_EXCEPTION)
+        for future in waiting:
+            future.cancel()
+    for future in running:
+        if not future.cancelled():
+            future.result()
 
 
 def check_tokens(data: Column, segment_ids: Sequence[str], expected: Array | Sequence[Array]) -> None:
@@ -103,7 +164,7 @@ def _place(
         own = manifest.spans.get(field.name)
         own = empty_spans() if own is None else own
         domain = domain_ranges(field, manifest.num_tokens, manifest.sampled)
-        _refuse_holes(field, manifest, gaps(own, domain))
+        refuse_holes(field, manifest, gaps(own, domain))
         last = 0
         for start, end in domain.tolist():
             piece = clip(own, start, end)
@@ -116,7 +177,7 @@ def _place(
     return placement, [(start, end) for start, end in complement if start < end]
 
 
-def _refuse_holes(field: Field, manifest: Manifest, holes: npt.NDArray[np.int64]) -> None:
+def refuse_holes(field: Field, manifest: Manifest, holes: npt.NDArray[np.int64]) -> None:
     if not len(holes):
         return
     count = int((holes[:, 1] - holes[:, 0]).sum())
@@ -132,7 +193,7 @@ def _refuse_holes(field: Field, manifest: Manifest, holes: npt.NDArray[np.int64]
     )
 
 
-def _layers(field: Field, layers: Sequence[int] | None) -> tuple[int, ...] | None:
+def chosen_layers(field: Field, layers: Sequence[int] | None) -> tuple[int, ...] | None:
     if field.layer_axis is None:
         return None
     if layers is None:
@@ -142,16 +203,35 @@ def _layers(field: Field, layers: Sequence[int] | None) -> tuple[int, ...] | Non
     return chosen
 
 
-def _buffer(field: Field, layers: tuple[int, ...] | None, rows: int, given: Array | None) -> Array:
-    shape = list(field.shape)
-    if field.layer_axis is not None and layers is not None:
-        shape[field.layer_axis] = len(layers)
-    wanted = (rows, *shape)
+def buffer(field: Field, layers: tuple[int, ...] | None, rows: int, given: object) -> Array:
+    """``[rows, *item]`` to read into: new memory, or a view of what the caller gave.
+
+    Raises:
+        InvalidField: what was given has another shape, cannot be written, or does not hold the field.
+    """
+    wanted = (rows, *item_shape(field, layers))
     if given is None:
         return np.empty(wanted, field.type.numpy)
+    if hasattr(given, "data_ptr"):
+        from arrow_tq import tensors
+
+        given = tensors.as_buffer(field, given)
     if not isinstance(given, np.ndarray) or given.shape != wanted or not given.flags.writeable:
         shown = getattr(given, "shape", type(given).__name__)
         raise InvalidField(f"out[{field.name!r}]: expected a writable array of shape {wanted}, got {shown}")
-    if not np.can_cast(field.type.numpy, given.dtype, "safe"):
-        raise InvalidField(f"out[{field.name!r}]: {field.dtype} does not fit {given.dtype} without loss")
-    return given
+    array = cast("Array", given)
+    if field.dtype == "bfloat16":
+        fits = array.dtype in (np.uint16, np.float32, np.float64)
+    else:
+        fits = np.can_cast(field.type.numpy, array.dtype, "safe")
+    if not fits:
+        raise InvalidField(f"out[{field.name!r}]: {field.dtype} does not fit {array.dtype} without loss")
+    return array
+
+
+def item_shape(field: Field, layers: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Shape of one token's item with these layers alone."""
+    shape = list(field.shape)
+    if field.layer_axis is not None and layers is not None:
+        shape[field.layer_axis] = len(layers)
+    return tuple(shape)

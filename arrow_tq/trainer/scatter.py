@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from arrow_tq.backend import Backend, Read, Rows
+from arrow_tq.trainer.gather import Block, Cursor, Gather, Run
 from arrow_tq_schemas.errors import ChunkLost, Hole
 from arrow_tq_schemas.fields import Field
-from arrow_tq_schemas.spans import Spans
 
+Array = npt.NDArray[np.generic]
 Index = tuple[slice | npt.NDArray[np.int64], ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Placement:
-    """Where rows go: ``spans[i]`` fills ``out[places[i] : places[i] + rows]``."""
-
-    spans: Spans
-    places: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +24,14 @@ class GroupPart:
     group: int
     layers: tuple[int, ...] | None
     """Indices inside the group; None: all of them."""
-    columns: Index
-    """Where they go on the axes after the row axis; empty: the whole item."""
+    places: tuple[int, ...] | None
+    """Where they go on the layer axis of the answer; None: the whole item."""
 
 
 def group_parts(field: Field, layers: Sequence[int] | None) -> list[GroupPart]:
     """Which layers of which groups make an answer of these global layer ids (None: all)."""
     if field.layer_axis is None:
-        return [GroupPart(0, None, ())]
+        return [GroupPart(0, None, None)]
     wanted = field.layer_ids if layers is None else tuple(layers)
     assert wanted is not None
     field.layer_index(wanted)
@@ -52,111 +45,92 @@ def group_parts(field: Field, layers: Sequence[int] | None) -> list[GroupPart]:
             continue
         inside = tuple(index for _, index in chosen)
         whole = inside == tuple(range(len(ids)))
-        columns: Index = ()
-        if len(chosen) < len(wanted):
-            before = (slice(None),) * field.layer_axis
-            columns = (*before, _as_slice([out for out, _ in chosen]))
-        parts.append(GroupPart(group, None if whole else inside, columns))
+        places = None if len(chosen) == len(wanted) else tuple(out for out, _ in chosen)
+        parts.append(GroupPart(group, None if whole else inside, places))
     return parts
 
 
 def scatter(
-    backend: Backend,
-    run: str,
-    field: Field,
-    part: GroupPart,
-    placement: Placement,
-    out: npt.NDArray[np.generic],
+    backend: Backend, run: str, field: Field, part: GroupPart, gather: Gather, out: Array, wait_s: float = 0.0
 ) -> None:
-    """Read ``placement``'s rows of one group into ``out`` (``[rows, *item]``), each span of a chunk once.
+    """Read a gather's rows of one group into ``out`` (``[rows, *item]``), each row of a chunk once.
 
     Raises:
         Hole: a null row of a field without ``pad``; names the position.
         ChunkLost: the answer was shorter or longer than asked.
     """
-    first, copies = _deduplicate(placement)
-    request = Read(run, field, part.group, part.layers, first.spans)
-    pieces = _pieces(first)
+    request = Read(run, field, part.group, part.layers, gather.spans, wait_s)
+    target = _Target(field, part.places, out)
+    cursor = Cursor(gather)
     done = 0
     for rows in backend.read(request):
-        offset = 0
-        while offset < len(rows.values):
-            piece = next(pieces, None)
-            if piece is None:
-                raise ChunkLost(f"field {field.name!r}: the answer has more rows than asked")
-            place, left, start = piece
-            count = min(left, len(rows.values) - offset)
-            out[(slice(place, place + count), *part.columns)] = _padded(field, rows, offset, count, start)
-            if count < left:
-                pieces = _push((place + count, left - count, start + count), pieces)
-            offset += count
-            done += count
-    wanted = int(first.spans["rows"].sum())
-    if done != wanted:
-        raise ChunkLost(f"field {field.name!r}: the answer has {done} rows, {wanted} were asked")
-    for source, place, count in copies:
-        out[(slice(place, place + count), *part.columns)] = out[
-            (slice(source, source + count), *part.columns)
-        ]
+        end = done + len(rows.values)
+        if end > gather.rows:
+            break
+        values = convert(field, _padded(field, rows, done, gather), out.dtype)
+        runs = cursor.runs(done, end)
+        if runs is None:
+            target.index(gather.block(done, end), values)
+        else:
+            target.copy(runs, values)
+        done = end
+    else:
+        if done == gather.rows:
+            return
+        raise ChunkLost(f"field {field.name!r}: the answer has {done} rows, {gather.rows} were asked")
+    raise ChunkLost(f"field {field.name!r}: the answer has more rows than asked")
 
 
-def _padded(field: Field, rows: Rows, offset: int, count: int, start: int) -> npt.NDArray[np.generic]:
-    """``count`` rows from ``offset``, null ones as the field's pad; a copy only where some are null."""
-    values = rows.values[offset : offset + count]
-    if rows.valid is None:
-        return values
-    null = ~rows.valid[offset : offset + count]
-    if not null.any():
-        return values
+def convert(field: Field, values: Array, dtype: np.dtype[np.generic]) -> Array:
+    """Stored values as ``dtype`` needs them: bits of bfloat16 become numbers where floats are wanted."""
+    if field.dtype == "bfloat16" and dtype.kind == "f":
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values
+
+
+class _Target:
+    """The buffer, and where on its layer axis rows go."""
+
+    def __init__(self, field: Field, places: tuple[int, ...] | None, out: Array) -> None:
+        self._places = places
+        self._out = out
+        self._columns: Index = ()
+        if places is not None:
+            assert field.layer_axis is not None
+            self._columns = (*(slice(None),) * field.layer_axis, _as_slice(places))
+
+    def copy(self, runs: Sequence[Run], values: Array) -> None:
+        """Place rows run by run."""
+        for source, place, count in runs:
+            self._out[(slice(place, place + count), *self._columns)] = values[source : source + count]
+
+    def index(self, block: Block, values: Array) -> None:
+        """Place rows by an index of each."""
+        sources, places = block.indices()
+        if not self._columns or isinstance(self._columns[-1], slice):
+            self._out[(places, *self._columns)] = values[sources]
+            return
+        assert self._places is not None
+        before = self._columns[:-1]
+        for index, layer in enumerate(self._places):
+            self._out[(places, *before, layer)] = values[(sources, *before, index)]
+
+
+def _padded(field: Field, rows: Rows, done: int, gather: Gather) -> Array:
+    """The block's values, null rows as the field's pad; a copy only where some are null."""
+    if rows.valid is None or rows.valid.all():
+        return rows.values
+    null = ~rows.valid
     if field.pad_value is None:
-        position = start + int(np.flatnonzero(null)[0])
+        position = gather.position(done + int(np.flatnonzero(null)[0]))
         raise Hole(f"field {field.name!r}: position {position} is null", field=field.name, position=position)
-    values = values.copy()
+    values = rows.values.copy()
     values[null] = field.pad_value
     return values
 
 
-def _pieces(placement: Placement) -> Iterator[tuple[int, int, int]]:
-    """(place, rows, position) of runs of spans that are neighbours both in the answer and in the buffer."""
-    spans, places = placement.spans, placement.places
-    if not len(spans):
-        return
-    counts = spans["rows"].astype(np.int64)
-    breaks = np.flatnonzero(places[1:] != places[:-1] + counts[:-1]) + 1
-    firsts = np.concatenate([[0], breaks])
-    totals = np.add.reduceat(counts, firsts)
-    yield from zip(places[firsts].tolist(), totals.tolist(), spans["start"][firsts].tolist(), strict=True)
-
-
-def _push(
-    piece: tuple[int, int, int], rest: Iterator[tuple[int, int, int]]
-) -> Iterator[tuple[int, int, int]]:
-    yield piece
-    yield from rest
-
-
-def _deduplicate(placement: Placement) -> tuple[Placement, list[tuple[int, int, int]]]:
-    """The placement with each equal span once, and (source, place, rows) of the copies to make."""
-    spans, places = placement.spans, placement.places
-    keys = np.empty((len(spans), 3), dtype=np.uint64)
-    keys[:, 0], keys[:, 1] = spans["high"], spans["low"]
-    keys[:, 2] = spans["row"].astype(np.uint64) << np.uint64(32) | spans["rows"]
-    _, index, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    if len(index) == len(spans):
-        return placement, []
-    firsts = np.sort(index)
-    source = index[inverse.reshape(-1)]
-    again = np.flatnonzero(source != np.arange(len(spans)))
-    copies = list(
-        zip(
-            places[source[again]].tolist(), places[again].tolist(), spans["rows"][again].tolist(), strict=True
-        )
-    )
-    return Placement(spans[firsts], places[firsts]), copies
-
-
-def _as_slice(indices: list[int]) -> slice | npt.NDArray[np.int64]:
+def _as_slice(indices: tuple[int, ...]) -> slice | npt.NDArray[np.int64]:
     """A slice where the indices are consecutive: numpy then copies without a gather."""
-    if indices == list(range(indices[0], indices[0] + len(indices))):
+    if indices == tuple(range(indices[0], indices[0] + len(indices))):
         return slice(indices[0], indices[0] + len(indices))
     return np.asarray(indices, dtype=np.int64)

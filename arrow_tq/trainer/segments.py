@@ -13,6 +13,8 @@ from arrow_tq_schemas.errors import InternalError
 from arrow_tq_schemas.manifests import Manifest
 
 SEGMENTS_PER_CALL = 4096
+ENDED = ("done", "discarded")
+"""States of segments whose payload was released."""
 
 
 def load(
@@ -35,3 +37,14 @@ def load(
         tables.append(table)
         manifests.extend(Manifest.decode(blob) for blob in reply.blobs[1:])
     return pa.concat_tables(tables, promote_options="permissive"), manifests
+
+
+def present(backend: Backend, run: str, ids: Sequence[str]) -> set[str]:
+    """Those of these segments whose payload is still kept."""
+    found: set[str] = set()
+    for first in range(0, len(ids), SEGMENTS_PER_CALL):
+        command = GetSegments(run=run, ids=list(ids[first : first + SEGMENTS_PER_CALL]), manifests=False)
+        table = read_table(backend.execute(command).blobs[0])
+        names, states = (table.column(name).to_pylist() for name in ("segment_id", "status"))
+        found.update(name for name, state in zip(names, states, strict=True) if state not in ENDED)
+    return found

@@ -104,6 +104,15 @@ class CloseGroup(Mutation):
     group: str
 
 
+class AddField(Mutation):
+    """Declare one more field. Idempotent; sessions and segments that are there have no rows of it yet."""
+
+    verb: ClassVar[str] = "add_field"
+    run: str
+    epoch: Count
+    field: dict[str, object]
+
+
 # -- sessions and steps ----------------------------------------------------------------------------
 
 
@@ -375,6 +384,28 @@ class UpdateSegments(Mutation):
     columns: Json
 
 
+class LateValue(Wire):
+    """One segment's rows of a late field: receipts that together cover all of its domain in the segment."""
+
+    segment_id: str
+    receipts: list[Receipt]
+
+
+class PutValues(Mutation):
+    """Show values that a trainer made in the segments of its claim; each segment whole, all or none.
+
+    The same chunks again change nothing. Other values are refused while the claim that put the first ones
+    is alive or was released; those of a claim that expired, or of an older epoch, are replaced.
+    """
+
+    verb: ClassVar[str] = "put_values"
+    run: str
+    epoch: Count
+    claim_id: Hex128
+    field: str
+    values: list[LateValue]
+
+
 class Discard(Mutation):
     """Free what will never be trained; rows stay, with the reason. Ids or ``where``, not both.
 
@@ -439,9 +470,9 @@ class RunQuery(Command):
 
 
 AnyCommand = (
-    OpenRun | SetPolicyVersion | CloseGroup | OpenSession | CommitSteps | DropChunks | AbandonStep
+    OpenRun | AddField | SetPolicyVersion | CloseGroup | OpenSession | CommitSteps | DropChunks | AbandonStep
     | FinalizeSession | AbortSession | Claim | AttachClaim | RenewClaim | ReleaseClaim | GetSegments
-    | FindBlob | ListSegments | UpdateSegments | Discard | GetPressure | GetStats | RunQuery
+    | FindBlob | ListSegments | UpdateSegments | PutValues | Discard | GetPressure | GetStats | RunQuery
 )  # fmt: skip
 
 
@@ -451,6 +482,7 @@ class Empty(Wire):
 
 REPLIES: dict[type[Command], type[Wire]] = {
     OpenRun: RunInfo,
+    AddField: RunInfo,
     SetPolicyVersion: Done,
     CloseGroup: Done,
     OpenSession: SessionInfo,
@@ -468,6 +500,7 @@ REPLIES: dict[type[Command], type[Wire]] = {
     GetSegments: Empty,
     ListSegments: Empty,
     UpdateSegments: Done,
+    PutValues: Done,
     Discard: Done,
     GetPressure: Pressure,
     GetStats: Stats,

@@ -161,6 +161,7 @@ def all_commands() -> list[Command]:
             **key, fields=declared, tasks=[TaskSpec(name="actor", fields=["logprobs"])],
             durability="disk", epoch=3,
         ),
+        commands.AddField(**owner, field=Field("values", "float32").to_json()),
         commands.SetPolicyVersion(**owner, version="12"),
         commands.CloseGroup(**owner, group="prompt-3"),
         commands.OpenSession(
@@ -185,6 +186,10 @@ def all_commands() -> list[Command]:
         commands.GetSegments(run="r", ids=["s-17"], view="timeline", manifests=False),
         commands.ListSegments(run="r", where="reward > 0", view="timeline", limit=10),
         commands.UpdateSegments(**key, ids=["s-17"], view="timeline", columns='{"reward": 1.0}'),
+        commands.PutValues(
+            **owner, claim_id=CLAIM, field="routed_experts",
+            values=[commands.LateValue(segment_id="s-17~0", receipts=[receipt()])],
+        ),
         commands.Discard(**owner, ids=["s-17"], where=None, view="timeline", reason="stale"),
         commands.GetPressure(),
         commands.GetStats(),

@@ -10,7 +10,16 @@ from typing import TypeVar
 import pyarrow as pa
 
 from arrow_tq.calls import write_table
-from arrow_tq.store.catalog import changes, discards, leases, runs as run_rows, segments, sessions, tree
+from arrow_tq.store.catalog import (
+    changes,
+    discards,
+    late_fields,
+    leases,
+    runs as run_rows,
+    segments,
+    sessions,
+    tree,
+)
 from arrow_tq.store.catalog.blob_plans import check_size
 from arrow_tq.store.catalog.blobs import find_blob
 from arrow_tq.store.catalog.chunk_rows import count_missing, read_states
@@ -22,8 +31,9 @@ from arrow_tq.store.catalog.database import Readers, checkpoint, open_checkpoint
 from arrow_tq.store.catalog.expiry import expire_all, something_is_due
 from arrow_tq.store.catalog.finalize import compose_session, store_segments
 from arrow_tq.store.catalog.gauges import read_gauges
+from arrow_tq.store.catalog.late_values import prepare_values, store_values
 from arrow_tq.store.catalog.paths import TokenPath, TokenPaths
-from arrow_tq.store.catalog.requests import once
+from arrow_tq.store.catalog.requests import answered, once
 from arrow_tq.store.catalog.runs import CommittedRuns, WriterRuns
 from arrow_tq.store.catalog.step_plans import StepPlan, plan_step
 from arrow_tq.store.catalog.steps import commit_step, find_receipts
@@ -32,6 +42,7 @@ from arrow_tq.store.catalog.writer import Again, Apply, Outcome, Writer
 from arrow_tq_schemas.commands import (
     AbandonStep,
     AbortSession,
+    AddField,
     AttachClaim,
     Claim,
     CloseGroup,
@@ -45,6 +56,7 @@ from arrow_tq_schemas.commands import (
     Mutation,
     OpenRun,
     OpenSession,
+    PutValues,
     ReleaseClaim,
     RenewClaim,
     Reply,
@@ -62,6 +74,8 @@ from arrow_tq_schemas.receipts import Receipt
 Result = TypeVar("Result")
 FINALIZE_TRIES_MAX = 20
 """Times that a session is composed again because a step was committed meanwhile."""
+PUT_TRIES_MAX = 20
+"""Times that late values are composed again because another field was put meanwhile."""
 
 
 class Catalog:
@@ -123,6 +137,8 @@ class Catalog:
             return Reply(body=self._finalize(command))
         if isinstance(command, FindBlob):
             return Reply(body=self._find_blob(command))
+        if isinstance(command, PutValues):
+            return Reply(body=self._put_values(command))
         if not isinstance(command, Mutation):
             raise Unsupported(f"the catalog does not answer {command.verb!r}")
         if isinstance(command, OpenRun) and command.durability == "disk":
@@ -137,6 +153,8 @@ class Catalog:
         runs = self._writer_runs
         if isinstance(command, OpenRun):
             return lambda change: run_rows.open_run(change, runs, self._runs, command)
+        if isinstance(command, AddField):
+            return lambda change: late_fields.add_field(change, runs, self._runs, command)
         if isinstance(command, SetPolicyVersion):
             return lambda change: run_rows.set_policy_version(change, runs, self._runs, command)
         if isinstance(command, OpenSession):
@@ -183,6 +201,21 @@ class Catalog:
             check_size(command.bytes, self._config.blob_bytes_max, f"run {run.name!r}")
         with self._readers.snapshot() as connection:
             return find_blob(connection, run.id, command.blob_id, self._pins)
+
+    def _put_values(self, command: PutValues) -> Wire:
+        run = self._runs.get(command.run)
+        for _ in range(PUT_TRIES_MAX):
+            with self._readers.snapshot() as connection:
+                known = answered(connection, command)
+                if known is not None:
+                    return known
+                prepared = prepare_values(connection, run, command, self._pins)
+            try:
+                operation = store_values(prepared, self._writer_runs, command, self._pins)
+                return self._mutate(once(command, operation))
+            except Again:
+                continue
+        raise Busy(f"field {command.field!r}: its segments changed {PUT_TRIES_MAX} times while it was put")
 
     def _get_segments(self, command: GetSegments) -> Reply:
         run = self._runs.get(command.run)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 import apsw
 
 from arrow_tq.store.catalog.blobs import drop_blob_holds, release_unheld_blobs, take_blob_holds
+from arrow_tq.store.catalog.database import row_list
 from arrow_tq.store.catalog.writer import Change
 from arrow_tq_schemas.ids import ChunkId
 
@@ -37,6 +38,20 @@ def take_holds(change: Change, session: int, view: str) -> None:
         (session, view),
     )
     take_blob_holds(change, session, view)
+
+
+def take_late_holds(change: Change, segment: int, chunks: Sequence[int]) -> bool:
+    """Count the tasks that still have to read chunks which a segment got late; whether there is any."""
+    pairs = (
+        "segment_tasks.segment = ? AND segment_tasks.state NOT IN ('done', 'discarded') "
+        "AND segment_chunks.chunk IN (SELECT value FROM json_each(?))"
+    )
+    change.execute(
+        f"UPDATE chunks SET holds = holds + counted.n FROM ({_HOLDS.format(pairs=pairs)}) AS counted "
+        "WHERE chunks.id = counted.chunk",
+        (segment, row_list(chunks)),
+    )
+    return bool(change.connection.changes())
 
 
 def drop_holds(change: Change, pairs: str, values: Sequence[object]) -> None:

@@ -161,7 +161,7 @@ def open_run(change: Change, runs: WriterRuns, committed: CommittedRuns, command
     if row is None:
         _create(change, command)
     else:
-        _check_agrees(runs.get(change, name), command)
+        _check_agrees(runs.get(change, name), command, _late_fields(change, name))
     _advance(change, name, 0 if row is None else int(row[0]), command.epoch)
     runs.touched(change, name)
     change.after.append(committed.forget)
@@ -251,10 +251,22 @@ def declared_tasks(specs: Sequence[TaskSpec], fields: dict[str, Field]) -> dict[
     return tasks
 
 
-def _check_agrees(record: RunRecord, command: OpenRun) -> None:
+def _late_fields(change: Change, name: str) -> set[str]:
+    """Fields that were added: whoever declares the run as it was first need not know them."""
+    rows: Any = change.execute(
+        "SELECT field FROM late_fields JOIN runs ON runs.id = late_fields.run WHERE runs.run = ?", (name,)
+    )
+    return {field for (field,) in rows}
+
+
+def _check_agrees(record: RunRecord, command: OpenRun, late: set[str]) -> None:
     if command.fields is not None:
         asked = {name: field.to_json() for name, field in declared_fields(command.fields).items()}
-        known = {name: field.to_json() for name, field in record.fields.items()}
+        known = {
+            name: field.to_json()
+            for name, field in record.fields.items()
+            if name in asked or name not in late
+        }
         _compare(record.name, "field", known, asked)
         if command.durability != record.durability:
             raise Conflict(

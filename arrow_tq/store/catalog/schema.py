@@ -166,7 +166,18 @@ CREATE INDEX chunks_blob ON chunks (blob) WHERE blob IS NOT NULL;
 """
 """Files that steps refer to: a chunk belongs to a session, or (session 0) to a blob, which many share."""
 
-MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _BLOBS)
+_LATE_VALUES = """
+CREATE TABLE late_fields (
+    run INTEGER NOT NULL, field TEXT NOT NULL, PRIMARY KEY (run, field)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE late_values (
+    segment INTEGER NOT NULL, field TEXT NOT NULL, claim INTEGER NOT NULL, epoch INTEGER NOT NULL,
+    PRIMARY KEY (segment, field)
+) STRICT, WITHOUT ROWID;
+"""
+"""Fields that were added to a run, and who put which of them for a segment."""
+
+MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _BLOBS, _LATE_VALUES)
 """Element n takes a file from ``user_version`` n to n + 1. Never edited once released."""
 
 

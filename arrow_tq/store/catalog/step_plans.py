@@ -69,7 +69,7 @@ def plan_step(
         _check_record(commit)
         num_tokens = _check_ends(run, commit)
         for receipt in commit.receipts:
-            _check_receipt(run, commit, receipt, pins, chunks, ids)
+            check_receipt(run, commit.epoch, f"step {commit.step_id!r}", receipt, pins, chunks, ids)
         blobs = plan_blobs(commit, blob_bytes_max, pins)
     except ArrowTQError as error:
         problem = error
@@ -77,11 +77,11 @@ def plan_step(
     return StepPlan(commit, receipts, chunks, ids, num_tokens, rewrite_at, problem, blobs)
 
 
-def lost(step_id: str, ids: Sequence[ChunkId]) -> ChunkLost:
-    """The error for chunks that the shard does not have."""
+def lost(what: str, ids: Sequence[ChunkId]) -> ChunkLost:
+    """The error for chunks that the shard does not have; ``what`` needs them."""
     names = [chunk_id.hex for chunk_id in ids[:IDS_NAMED_MAX]]
     more = f" and {len(ids) - len(names)} more" if len(ids) > len(names) else ""
-    return ChunkLost(f"step {step_id!r}: no chunk {', '.join(names)}{more}", ids=names)
+    return ChunkLost(f"{what}: no chunk {', '.join(names)}{more}", ids=names)
 
 
 def _check_record(commit: StepCommit) -> None:
@@ -122,22 +122,23 @@ def _check_ends(run: RunRecord, commit: StepCommit) -> int | None:
     return max((whole or ends.get("sampled", {})).values(), default=None)
 
 
-def _check_receipt(
+def check_receipt(
     run: RunRecord,
-    commit: StepCommit,
+    epoch: int,
+    what: str,
     receipt: Receipt,
     pins: ChunkPins,
     chunks: list[ChunkRow],
     ids: list[ChunkId],
 ) -> None:
+    """Check a receipt that ``what`` brings against its field and its stored chunks; adds to both lists."""
     if receipt.run != run.name:
-        raise InvalidInput(f"step {commit.step_id!r}: receipt of run {receipt.run!r}, not {run.name!r}")
-    if receipt.epoch != commit.epoch:
-        kind = StaleEpoch if receipt.epoch < commit.epoch else Conflict
+        raise InvalidInput(f"{what}: receipt of run {receipt.run!r}, not {run.name!r}")
+    if receipt.epoch != epoch:
+        kind = StaleEpoch if receipt.epoch < epoch else Conflict
         raise kind(
-            f"step {commit.step_id!r}: receipt for {receipt.field!r} is of epoch {receipt.epoch}, "
-            f"the step of epoch {commit.epoch}",
-            epoch=commit.epoch,
+            f"{what}: receipt for {receipt.field!r} is of epoch {receipt.epoch}, the step of epoch {epoch}",
+            epoch=epoch,
         )
     field = run.field(receipt.field)
     groups = len(field.groups)
@@ -145,12 +146,12 @@ def _check_receipt(
         chunk_id = chunk.chunk_id
         if chunk_id.group or chunk.groups != groups:
             raise InvalidInput(
-                f"step {commit.step_id!r}: chunk {chunk.id} of group {chunk_id.group} has {chunk.groups} "
+                f"{what}: chunk {chunk.id} of group {chunk_id.group} has {chunk.groups} "
                 f"layer groups, expected group 0 and the {groups} of field {field.name!r}"
             )
         siblings = [chunk_id] if groups == 1 else [chunk_id.sibling(group) for group in range(groups)]
         for sibling in siblings:
-            _check_header(commit, receipt, chunk, sibling, pins)
+            _check_header(what, receipt, chunk, sibling, pins)
         ids += siblings
         chunks.append(
             (chunk_id.to_bytes(), field.name, groups, chunk.start, chunk.rows, chunk.rows * field.row_bytes)
@@ -158,15 +159,15 @@ def _check_receipt(
 
 
 def _check_header(
-    commit: StepCommit, receipt: Receipt, chunk: StoredChunk, chunk_id: ChunkId, pins: ChunkPins
+    what: str, receipt: Receipt, chunk: StoredChunk, chunk_id: ChunkId, pins: ChunkPins
 ) -> None:
     header = pins.header(chunk_id)
     if header is None:
-        raise lost(commit.step_id, [chunk_id])
+        raise lost(what, [chunk_id])
     # Fewer are fine: a recorder trims what its engine took back.
     if header.rows < chunk.rows:
         raise RowCountMismatch(
-            f"step {commit.step_id!r}: chunk {chunk_id.hex} has {header.rows} rows, its receipt {chunk.rows}",
+            f"{what}: chunk {chunk_id.hex} has {header.rows} rows, its receipt {chunk.rows}",
             stored=header.rows,
             receipt=chunk.rows,
         )
@@ -174,6 +175,5 @@ def _check_header(
     said = (receipt.run, receipt.epoch, receipt.field, chunk.start)
     if stored != said:
         raise InvalidInput(
-            f"step {commit.step_id!r}: chunk {chunk_id.hex} has run, epoch, field and start {stored}, "
-            f"its receipt {said}"
+            f"{what}: chunk {chunk_id.hex} has run, epoch, field and start {stored}, its receipt {said}"
         )

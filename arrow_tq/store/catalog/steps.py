@@ -152,7 +152,7 @@ def _pin(change: Change, plan: StepPlan, pins: ChunkPins) -> None:
         return
     missing = pins.pin(plan.ids)
     if missing:
-        raise lost(plan.commit.step_id, missing)
+        raise lost(f"step {plan.commit.step_id!r}", missing)
     change.undo.append(lambda connection: _unpin(connection, plan.ids, pins))
 
 

@@ -33,12 +33,20 @@ def task_set(
         return int(found)
     change.execute("INSERT INTO task_sets (run, tasks) VALUES (?, ?)", (run, text))
     made = change.connection.last_insert_rowid()
-    change.executemany(
-        "INSERT INTO holders VALUES (?, ?, ?)",
-        [
-            (made, holder, field)
-            for field in fields
-            for holder in ([name for name in chosen if declared[name].reads(field)] or chosen or [NOBODY])
-        ],
-    )
+    for field in fields:
+        _add_holders(change, made, declared, chosen, field)
     return made
+
+
+def add_holders(change: Change, run: int, declared: Mapping[str, Task], field: str) -> None:
+    """Say in every set of the run which tasks hold a field that came late."""
+    sets = change.execute("SELECT id, tasks FROM task_sets WHERE run = ?", (run,)).fetchall()
+    for made, names in sets:
+        _add_holders(change, int(str(made)), declared, json.loads(str(names)), field)
+
+
+def _add_holders(
+    change: Change, made: int, declared: Mapping[str, Task], chosen: Sequence[str], field: str
+) -> None:
+    readers = [name for name in chosen if declared[name].reads(field)] or chosen or [NOBODY]
+    change.executemany("INSERT INTO holders VALUES (?, ?, ?)", [(made, holder, field) for holder in readers])
