@@ -29,7 +29,7 @@ from arrow_tq.proxy.headers import (
     forwarded,
 )
 from arrow_tq.proxy.parts import Parts
-from arrow_tq.proxy.protocols.base import REQUEST, Ask, Protocol
+from arrow_tq.proxy.protocols.base import REQUEST, Answer, Ask, Prompt, Protocol
 from arrow_tq.proxy.protocols.chat import told_as_stream, wants_usage
 from arrow_tq.proxy.replies import Reply
 from arrow_tq.proxy.sessions import SessionState
@@ -92,7 +92,11 @@ class Calls:
     async def _named(self, exchange: Exchange, protocol: Protocol, names: CallNames) -> str:
         parts = self._parts
         body = await exchange.body(parts.config.request_bytes_max)
-        prompt = protocol.read(Document(body, "request", REQUEST))
+
+        def read() -> Prompt:
+            return protocol.read(Document(body, "request", REQUEST))
+
+        prompt = await parts.decoding.maybe(len(body), read)
         try:
             state = await parts.sessions.open(names.session, names.group)
         except StoreFailure as failure:
@@ -166,10 +170,13 @@ class _Call:
     async def _once(self, ask: Ask) -> str:
         parts = self.calls._parts
         stream = self.work.streams(self.protocol)
-        request = Document(self.body, "request", REQUEST)
-        usage = wants_usage(request)
-        answer = self.protocol.answer(request, ask)
-        body = self.protocol.ask(request, ask, stream)
+
+        def prepare() -> tuple[Answer, bytes, bool]:
+            request = Document(self.body, "request", REQUEST)
+            answer = self.protocol.answer(request, ask)
+            return answer, self.protocol.ask(request, ask, stream), wants_usage(request)
+
+        answer, body, usage = await parts.decoding.maybe(len(self.body), prepare)
         async with parts.engine.call("POST", self.exchange.target, self._to_engine(ask), body) as answered:
             if answered.status != 200:
                 if self.work.promised and ask.start and answered.status == 400:

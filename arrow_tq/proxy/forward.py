@@ -66,7 +66,9 @@ class Answered:
         """
         body = bytearray()
         length = self.length
-        if length is not None and length <= bytes_max:
+        if length is not None:
+            if length > bytes_max:
+                raise too_long(bytes_max)
             await hold.expect(length)
         async for piece in self.pieces():
             if len(body) + len(piece) > bytes_max:

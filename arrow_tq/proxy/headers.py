@@ -67,7 +67,10 @@ def call_names(headers: Iterable[tuple[bytes, bytes]]) -> CallNames | None:
     step = parts[STEP]
     if step is not None and ATTEMPT.fullmatch(step):
         raise InvalidInput(f"header {STEP.decode()}: {step!r}: a number after ~ is for the proxy's own use")
-    return CallNames(session, parts[GROUP], step, found.get(PARENT), parts[RETRY_OF])
+    parent = found.get(PARENT)
+    if parent:
+        check_id(parent, f"header {PARENT.decode()}")
+    return CallNames(session, parts[GROUP], step, parent, parts[RETRY_OF])
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]], *leave_out: bytes) -> Headers:

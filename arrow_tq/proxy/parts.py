@@ -22,6 +22,10 @@ from arrow_tq.proxy.store_link import StoreLink
 Result = TypeVar("Result")
 
 
+THREAD_BYTES = 64 << 10
+"""Texts from this size on are parsed on a thread."""
+
+
 class Decoding:
     """Threads that parse and decode answers: a few, since each works on a large one at a time."""
 
@@ -31,6 +35,10 @@ class Decoding:
     async def run(self, call: Callable[..., Result], *args: object) -> Result:
         """Await the call's result."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+
+    async def maybe(self, nbytes: int, call: Callable[[], Result]) -> Result:
+        """The call's result; on a thread where it works on that many bytes."""
+        return await self.run(call) if nbytes >= THREAD_BYTES else call()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

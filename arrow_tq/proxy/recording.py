@@ -31,6 +31,11 @@ class CommitFailed(Exception):
         self.error = error
 
 
+def first_id(step_id: str, output: EngineOutput) -> str:
+    """Id of the first step of an output: its own, or that of its first part."""
+    return f"{step_id}.0" if len(output.versions) > 1 else step_id
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a call's step goes."""

@@ -31,6 +31,8 @@ class SessionState:
     last: Known | None = None
     attempts: dict[str, int] = field(default_factory=dict)
     """By the agent's name of a call, how many attempts the store may have."""
+    firsts: dict[str, str] = field(default_factory=dict)
+    """By the agent's name of a call, the id that its retries name: of its first attempt's first step."""
     calls: dict[str, asyncio.Future[None]] = field(default_factory=dict)
     """Calls under way, by the agent's name."""
     commits: dict[str, asyncio.Task[bytes]] = field(default_factory=dict)
@@ -43,7 +45,9 @@ class SessionState:
             return self.last
         if not names.parent:
             return None
-        return self.steps.get(names.parent) or Known(names.parent, None)
+        attempt = ATTEMPT.fullmatch(names.parent)
+        name = names.parent if attempt is None else attempt["name"]
+        return self.steps.get(name) or Known(names.parent, None)
 
     def commit(self, name: str, step: Known) -> None:
         """Note a step that was committed for the call ``name``."""
@@ -125,13 +129,12 @@ class Sessions:
         run = await self._store.run()
         more.setdefault("ttl_s", self._ttl_s)
         session = await self._store.ask(run.session, session_id, group, **more)  # type: ignore[arg-type]
-        state = self._known.get(session_id)
-        if state is None:
-            state = SessionState(session)
-            if session.last_step is not None:
-                await self._recall(state)
-            self._known[session_id] = state
-            self._evict()
+        state = SessionState(session)
+        if session_id not in self._known and session.last_step is not None:
+            await self._recall(state)
+        # Somebody may have opened it meanwhile: there is one state a session.
+        state = self._known.setdefault(session_id, state)
+        self._evict()
         return state
 
     async def _recall(self, state: SessionState) -> None:
@@ -139,12 +142,16 @@ class Sessions:
         name = "'" + state.session.id.replace("'", "''") + "'"
         rows: pa.Table = await self._store.ask(state.session.run.sql, _STEPS.format(name=name))
         by_id: dict[str, Known] = {}
+        seen: set[str] = set()
         for row in rows.to_pylist():
             found = ATTEMPT.fullmatch(row["step_id"])
             named = row["step_id"] if found is None else found["name"]
             state.attempts[named] = max(
                 state.attempts.get(named, 0), 1 if found is None else int(found["number"])
             )
+            first = f"{row['step_id']}.0"
+            state.firsts.setdefault(named, first if first in seen else row["step_id"])
+            seen.add(row["step_id"])
             if row["status"] == "committed":
                 step = Known(row["step_id"], by_id.get(row["parent_id"]))
                 by_id[step.step_id] = step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import arrow_tq
@@ -68,11 +68,6 @@ class StoreLink:
             if is_store_failure(error):
                 raise StoreFailure(error) from None
             raise
-
-    async def stats(self) -> Mapping[str, float]:
-        """Counters of the client, by name."""
-        counters = getattr(self._run.backend, "counters", None) if self._run is not None else None
-        return counters() if counters is not None else {}
 
     async def close(self) -> None:
         store, self._store, self._run = self._store, None, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from arrow_tq.logs import logger
+from arrow_tq.proxy.budget import Hold
 from arrow_tq.proxy.document import Document
 from arrow_tq.proxy.exchange import Exchange
 from arrow_tq.proxy.failures import EngineFailure, StoreFailure, error_body
@@ -16,9 +17,6 @@ from arrow_tq.proxy.replies import Reply
 from arrow_tq.proxy.sse import DONE, Events, data_of, event_of
 from arrow_tq.proxy.work import AskAgain, Work
 from arrow_tq_schemas.errors import ArrowTQError, MalformedMessage
-
-THREAD_BYTES = 64 << 10
-"""Events from this size on are parsed on a thread."""
 
 
 class Stream:
@@ -48,11 +46,12 @@ class Stream:
         head = [pair for pair in head if pair[0] != RECORDED]
         await self._exchange.start(answered.status, head)
         try:
-            await self._pass_on(answered)
-            if self._refused:
-                await self._finish([])
-                return "engine-refused"
-            reference = await self._work.record(self._answer, self._ask)
+            with self._parts.budget.hold() as hold:
+                await self._pass_on(answered, hold)
+                if self._refused:
+                    await self._finish([])
+                    return "engine-refused"
+                reference = await self._work.record(self._answer, self._ask)
             await self._finish([reference])
         except AskAgain:
             error = MalformedMessage("the engine's token ids are not those that its answer began with")
@@ -74,18 +73,18 @@ class Stream:
         self._parts.replies.keep(*self._work.key, Reply(head, b"".join(self._sent)))
         return "recorded"
 
-    async def _pass_on(self, answered: Answered) -> None:
+    async def _pass_on(self, answered: Answered, hold: Hold) -> None:
         events, bytes_max = Events(), self._parts.config.response_bytes_max
-        with self._parts.budget.hold() as hold:
-            async for piece in answered.pieces():
-                self._parts.metrics.engine_bytes.inc(len(piece))
-                for event in events.feed(piece):
-                    if len(event) > bytes_max:
-                        raise too_long(bytes_max)
-                    await self._event(event)
-                if events.nbytes > bytes_max:
+        async for piece in answered.pieces():
+            self._parts.metrics.engine_bytes.inc(len(piece))
+            for event in events.feed(piece):
+                if len(event) > bytes_max:
                     raise too_long(bytes_max)
-                await hold.cover(events.nbytes)
+                await self._event(event)
+            if events.nbytes > bytes_max:
+                raise too_long(bytes_max)
+            await hold.cover(events.nbytes)
+        hold.grown()
         if not self._refused and not (self._answer.found.finished and self._ended):
             raise EngineFailure(502, MalformedMessage("the engine's stream broke off before its end"))
 
@@ -112,9 +111,7 @@ class Stream:
             return self._answer.take(document)
 
         try:
-            if len(data) >= THREAD_BYTES:
-                return await self._parts.decoding.run(work)
-            return work()
+            return await self._parts.decoding.maybe(len(data), work)
         except ArrowTQError as error:
             raise EngineFailure(502, error) from None
 

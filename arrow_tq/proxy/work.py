@@ -14,7 +14,16 @@ from arrow_tq.proxy.failures import EngineFailure, StoreFailure
 from arrow_tq.proxy.headers import CallNames
 from arrow_tq.proxy.parts import Parts
 from arrow_tq.proxy.protocols.base import INDEXER, ROUTED, Answer, Ask, Prompt, Protocol
-from arrow_tq.proxy.recording import CommitFailed, Place, Recorded, Said, check_receipts, drop, record
+from arrow_tq.proxy.recording import (
+    CommitFailed,
+    Place,
+    Recorded,
+    Said,
+    check_receipts,
+    drop,
+    first_id,
+    record,
+)
 from arrow_tq.proxy.sessions import SessionState
 from arrow_tq.proxy.tree import NOTHING, Base, Known, Tokens, base_of_messages, base_of_tokens
 from arrow_tq_schemas.commands import new_request_id
@@ -128,7 +137,7 @@ class Work:
         if missing and not output.aborted:
             end = prompt_tokens + output.completion_tokens - 1
             check_receipts(answer.found.receipts, missing, base.covered, end)
-        answer.found.response = {}
+        answer.release()
         return output
 
     async def _commit(self, base: Base, tokens: Tokens, output: EngineOutput, answer: Answer) -> bytes:
@@ -143,9 +152,9 @@ class Work:
                 record, state.session, place, said, tokens, output, answer.found.receipts
             )
         except CommitFailed as failed:
-            state.attempts[self._name] = self._attempt
+            self._note_attempt(output)
             raise StoreFailure(failed.error) from None
-        state.attempts[self._name] = self._attempt
+        self._note_attempt(output)
         if self.place.retry_of is not None:
             state.forget(self._name)
         state.commit(self._name, done.step)
@@ -155,6 +164,11 @@ class Work:
         assert isinstance(fields, dict)
         parts.metrics.stored_bytes.inc(sum(entry["bytes"] for entry in fields.values()))
         return json.dumps(done.reference, separators=(",", ":")).encode("ascii")
+
+    def _note_attempt(self, output: EngineOutput) -> None:
+        """The store has this attempt, or may have it: the next one replaces it."""
+        self._state.attempts[self._name] = self._attempt
+        self._state.firsts.setdefault(self._name, first_id(self.place.step_id, output))
 
     async def _drop(self, answer: Answer) -> None:
         if answer.found.receipts:
@@ -177,7 +191,7 @@ class Work:
         again = self._name if attempts else names.retry_of
         if again is not None:
             before = state.steps.get(again)
-            retried = again if attempts or before is None else before.step_id
+            retried = state.firsts.get(again, again)
             if before is not None and names.parent is None:
                 # The store knows where it went.
                 return before.parent, None, retried

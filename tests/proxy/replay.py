@@ -29,6 +29,7 @@ TAU_BENCH = SHARED / "data" / "tau_bench_airline.jsonl.gz"
 needs_trajectories = pytest.mark.skipif(
     not TAU_BENCH.exists(), reason=f"{TAU_BENCH} is missing (ARROW_TQ_SHARED names its folder)"
 )
+TIMEOUT_S = 600.0
 RETRY_S = 0.25
 RETRY_FOR_S = 120.0
 
@@ -259,7 +260,7 @@ async def play(url: str, rollouts: Sequence[Rollout], at_once: int) -> None:
             await rollout.run(client)
 
     async with (
-        httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client,
+        httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client,
         asyncio.TaskGroup() as group,
     ):
         for rollout in rollouts:

@@ -246,6 +246,37 @@ def test_versions_reach_the_segments(lab: Lab, sglang: Process, new_session: New
     assert found.to_pylist() == [{"version_min": "7", "version_max": "8"}]
 
 
+def test_an_answer_that_two_versions_sampled_is_two_steps(
+    lab: Lab, sglang: Process, new_session: NewSession
+) -> None:
+    session = new_session()
+    one = sampled(generate(sglang.url, session, PROMPT, "one", fault="versions"))
+    two = sampled(generate(sglang.url, session, [*PROMPT, *one, *MORE], "two", parent="one"))
+    steps = steps_of(lab.run, session)
+    assert [(step["step_id"], step["parent_id"], step["version"]) for step in steps] == [
+        ("one.0", None, "7"), ("one", "one.0", "8"), ("two", "one", "7"),
+    ]  # fmt: skip
+    finalize(sglang.url, session)
+    (row,) = check_segments(lab.run, session)
+    assert row["token_ids"] == [*PROMPT, *one, *MORE, *two] and len(row["loss"]) == 24
+
+
+def test_a_repeated_call_replaces_both_steps_of_the_first(lab: Lab, new_session: NewSession) -> None:
+    session = new_session()
+    with started(lab, "versions-before", "/sglang") as proxy:
+        sampled(generate(proxy.url, session, PROMPT, "one", seed=1, fault="versions"))
+        proxy.kill()
+    with started(lab, "versions-after", "/sglang") as proxy:
+        kept = sampled(generate(proxy.url, session, PROMPT, "one", seed=2, fault="versions"))
+        finalize(proxy.url, session)
+    statuses = {step["step_id"]: step["status"] for step in steps_of(lab.run, session)}
+    assert statuses == {
+        "one.0": "superseded", "one": "superseded", "one~2.0": "committed", "one~2": "committed",
+    }  # fmt: skip
+    (row,) = check_segments(lab.run, session)
+    assert row["token_ids"] == [*PROMPT, *kept] and len(row["loss"]) == 12
+
+
 def test_receipts_instead_of_payload(lab: Lab, new_session: NewSession) -> None:
     """The engine's recorder stored the routing: its receipts travel, and not a byte of payload."""
     session = new_session()

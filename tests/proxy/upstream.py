@@ -4,7 +4,8 @@ It is no engine: ``upstream_engine`` says where tokens and routing come from. Be
 SGLang, below ``/vllm`` as vLLM 0.22, below ``/recorded`` as a SGLang whose scheduler has a recorder. Of its
 own are a request's ``replay`` (the completion to give) and these request headers:
 
-* ``x-test-fault``: ``500``, ``hang``, ``truncate``, ``drop``, ``more-rows``, ``ignore-start``, ``abort``;
+* ``x-test-fault``: ``500``, ``hang``, ``truncate``, ``drop``, ``more-rows``, ``ignore-start``, ``abort``,
+  ``versions``;
 * ``x-test-pace``: seconds between a stream's events.
 """
 
@@ -154,6 +155,11 @@ class Upstream:
             meta["input_token_logprobs"] = []
         if abort:
             return meta
+        if fault == "versions":
+            middle, end = len(made.completion) // 2, len(made.completion)
+            spans = [("7", 0, middle), ("8", middle, end)]
+            names = ("version", "start", "end")
+            meta["weight_versions"] = [dict(zip(names, span, strict=True)) for span in spans]
         if self.recorder is not None and request.url.path.startswith("/recorded"):
             first = int(request.headers["x-arrow-tq-start"])
             meta["arrow_tq_receipts"] = await asyncio.to_thread(

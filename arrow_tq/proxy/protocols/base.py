@@ -88,6 +88,10 @@ class Answer(Interface):
         """The rows; errors as the adapters raise them."""
         ...
 
+    def release(self) -> None:
+        """Let go of the payload, which was decoded; receipts and the prompt stay."""
+        ...
+
 
 class Protocol(Interface):
     """One route."""

@@ -215,6 +215,10 @@ class GenerateAnswer:
             policy=policy,
         )
 
+    def release(self) -> None:
+        self.found.response = {}
+        self._parts = MetaParts()
+
 
 def _joined(before: list[object], now: list[object], told: int | None, what: str) -> list[object]:
     """The list so far: ``now`` where it is the whole, else what was before and ``now``."""

@@ -150,3 +150,7 @@ class SglangChatAnswer:
             hidden_layers=self._hidden_layers,
             policy=policy,
         )
+
+    def release(self) -> None:
+        self.found.response = {}
+        self._parts = MetaParts()

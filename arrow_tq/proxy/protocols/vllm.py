@@ -162,6 +162,11 @@ class VllmAnswer:
             self.found.response, fields=fields, prompt_tokens=prompt_tokens, start=start, policy=policy
         )
 
+    def release(self) -> None:
+        self.found.response = {}
+        self._choice.clear()
+        self._tokens = self._chances = None
+
 
 def _asked(logprobs: object) -> bool:
     """``true``, or a number, which may be 0."""
