@@ -117,10 +117,10 @@ class Rollout:
             turns += 1
         await self._end(client)
 
-    def expected(self) -> list[tuple[bytes, int]]:
-        """Tokens (as bytes) of every segment, and how many of them no earlier segment has loss for."""
+    def expected(self) -> list[bytes]:
+        """Tokens of every segment: of each call that none continues."""
         continued = {call.parent for call in self.calls if not call.cut}
-        return sorted(call.tokens.tobytes() for call in self.calls if call not in continued)  # type: ignore[type-var]
+        return sorted(call.tokens.tobytes() for call in self.calls if call not in continued)
 
     @property
     def sampled_tokens(self) -> int:

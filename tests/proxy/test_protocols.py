@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from arrow_tq import fields
+from tests.proxy import processes
 from tests.proxy.agents import check_segments, events, finalize, named, steps_of, without_reference
 from tests.proxy.conftest import Lab
 from tests.proxy.processes import Process
@@ -188,6 +190,41 @@ def test_streams_that_the_engine_cannot_fill_are_told_from_a_whole_answer(
     assert told[-1]["arrow_tq"]["recorded"] is True
     finalize(proxy.url, session)
     check_segments(lab.run, session)
+
+
+@pytest.fixture(scope="module")
+def plain(lab: Lab) -> Iterator[Process]:
+    """A proxy whose run has no routing: vLLM's streams carry all that it needs."""
+    lab.store.run("plain", fields=[fields.token_ids(), fields.logprobs(), fields.loss_mask()])
+    log = lab.folder / "plain.log"
+    with processes.proxy(
+        log, f"{lab.upstream.url}/vllm", lab.server.url, "plain", "--engine", "vllm"
+    ) as proxy:
+        yield proxy
+        assert proxy.stop() == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    "wishes", [{}, {"stream_options": {"include_usage": True}, "return_token_ids": True}]
+)
+def test_vllm_streams_without_routing(
+    lab: Lab, plain: Process, new_session: NewSession, path: str, wishes: dict[str, Any]
+) -> None:
+    session = new_session()
+    asked: dict[str, Any] = {"messages": MESSAGES} if "chat" in path else {"prompt": PROMPT}
+    body = {**asked, "max_tokens": 20, "stream": True, **wishes}
+    direct, through = both(lab, plain, "/vllm", path, body, session, "one")
+    assert through == direct
+    assert len(events(through)) >= 3
+    (segment,) = finalize(plain.url, session)
+    assert segment["loss_tokens"] == 20
+    run = lab.store.run("plain")
+    (row,) = run.table([session]).to_pylist()
+    assert sum(row["loss_mask"]) == 20 and row["token_ids"][-1] == 257
+    if "chat" in path:
+        (step,) = steps_of(run, session)
+        assert json.loads(step["messages"])[-1]["content"] == "".join(map(chr, row["token_ids"][-20:-1]))
 
 
 def test_events_go_on_as_they_come(sglang: Process, new_session: NewSession) -> None:

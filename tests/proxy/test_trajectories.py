@@ -74,6 +74,17 @@ def scene(folder: Path, sizes: Sizes, *server_settings: str) -> Iterator[tuple[S
             yield server, upstream, store
 
 
+def wait_until_ready(proxy_url: str) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            if httpx.get(f"{proxy_url}/arrow-tq/readyz", timeout=10).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+
+
 def metric(proxy_url: str, name: str) -> float:
     text = httpx.get(f"{proxy_url}/arrow-tq/metrics").text
     return sum(
@@ -170,6 +181,8 @@ def test_no_acked_step_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
                     running["server"] = Server(
                         server.data_dir, server.memory_dir, *orphan_ttl, "--port", port
                     )
+                # Whatever else the machine does, the agents get somewhere between two kills.
+                wait_until_ready(first.url)
 
         thread = threading.Thread(target=killer)
         thread.start()
