@@ -35,7 +35,14 @@ from arrow_tq.proxy.replies import Reply
 from arrow_tq.proxy.sessions import SessionState
 from arrow_tq.proxy.streams import Stream
 from arrow_tq.proxy.work import AskAgain, Work
-from arrow_tq_schemas.errors import ArrowTQError, Busy, DeadlineExceeded, InvalidInput, Unavailable
+from arrow_tq_schemas.errors import (
+    ArrowTQError,
+    Busy,
+    DeadlineExceeded,
+    InvalidInput,
+    SessionClosed,
+    Unavailable,
+)
 
 ASKED_MAX = 3
 """How often one call may be asked of the engine because its tokens were not as the messages promised."""
@@ -66,6 +73,9 @@ class Calls:
             parts.under_way += 1
             try:
                 outcome = await self._named(exchange, protocol, names)
+            except SessionClosed:
+                parts.sessions.drop(names.session)
+                raise
             finally:
                 parts.under_way -= 1
                 parts.metrics.call_s.observe(time.monotonic() - began)

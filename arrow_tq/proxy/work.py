@@ -120,7 +120,11 @@ class Work:
             if self._heavy and base.covered < answer.asked:
                 await self._drop(answer)
                 raise AskAgain(base.covered)
-        output = await self._decoding(self._decode, answer, ask, len(tokens), base)
+        try:
+            output = await self._decoding(self._decode, answer, ask, len(tokens), base)
+        except EngineFailure:
+            await self._drop(answer)
+            raise
         task = asyncio.create_task(self._commit(base, tokens, output, answer))
         self._parts.commits.add(task)
         task.add_done_callback(self._parts.commits.discard)

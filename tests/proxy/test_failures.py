@@ -259,6 +259,18 @@ def test_a_proxy_that_starts_before_its_store(lab: Lab, tmp_path: Path) -> None:
             assert proxy.stop() == 0
 
 
+def test_a_store_in_a_folder_of_the_proxys_own(lab: Lab, tmp_path: Path) -> None:
+    declared = ["--set", "declare_layers=4", "--set", "declare_topk=4", "--set", "declare_experts=64"]
+    folder = tmp_path / "store"
+    upstream = f"{lab.upstream.url}/sglang"
+    with processes.proxy(tmp_path / "own.log", upstream, str(folder), "own", *declared) as proxy:
+        sampled(generate(proxy.url, "s", PROMPT))
+        finalize(proxy.url, "s")
+        assert proxy.stop() == 0
+    with arrow_tq.open(folder) as store:
+        check_segments(store.run("own"), "s")
+
+
 def test_sigterm_lets_calls_finish(lab: Lab, new_session: NewSession) -> None:
     session = new_session()
     with started(lab, "leaving", "/sglang") as proxy:
