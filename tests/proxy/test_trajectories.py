@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -60,7 +63,9 @@ class Watch:
 
 
 @contextmanager
-def scene(folder: Path, sizes: Sizes, *server_settings: str) -> Iterator[tuple[Server, Process, Store]]:
+def scene(
+    folder: Path, sizes: Sizes, *server_settings: str, engine_flags: tuple[str, ...] = ()
+) -> Iterator[tuple[Server, Process, Store]]:
     """A store with a run for this routing, and an engine's double that makes it."""
     with (
         Server(folder / "data", folder / "memory", *server_settings) as server,
@@ -70,8 +75,22 @@ def scene(folder: Path, sizes: Sizes, *server_settings: str) -> Iterator[tuple[S
         store.run(RUN, fields=[fields.token_ids(), fields.logprobs(), routing])
         shape = [f"--{name}={getattr(sizes, name)}" for name in ("layers", "topk", "experts")]
         recorder = ["--store", server.url, "--run", RUN]
-        with processes.upstream(folder / "upstream.log", *shape, *recorder) as upstream:
+        with processes.upstream(folder / "upstream.log", *shape, *recorder, *engine_flags) as upstream:
             yield server, upstream, store
+
+
+def quiet_ports(count: int) -> list[int]:
+    """Free ports below those that outgoing connections get: nobody takes them while a process restarts."""
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        while len(found) < count:
+            listener = held.enter_context(socket.socket())
+            try:
+                listener.bind(("127.0.0.1", random.randrange(15_000, 30_000)))
+            except OSError:
+                continue
+            found.append(listener.getsockname()[1])
+    return found
 
 
 def wait_until_ready(proxy_url: str) -> None:
@@ -118,7 +137,7 @@ def test_the_whole_set_in_bounded_memory(tmp_path: Path, routing: str) -> None:
     tally = Tally()
     rollouts = [Rollout(n, line, Upset(), 1000, tally) for n, line in enumerate(trajectories(200))]
     base = "/sglang" if routing == "payload" else "/recorded"
-    with scene(tmp_path, LARGE) as (server, upstream, store):
+    with scene(tmp_path, LARGE, engine_flags=("--incremental",)) as (server, upstream, store):
         settings = [word for one in SMALL_MEMORY for word in ("--set", one)]
         log = tmp_path / "proxy.log"
         with processes.proxy(
@@ -153,35 +172,36 @@ def test_no_acked_step_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
     """The proxy and the server are killed at random, agents give up at random: they ask again, and go on."""
     tally = Tally()
     upset = Upset(lost=0.15)
-    rollouts = [Rollout(n, line, upset, 12, tally) for n, line in enumerate(trajectories(200))]
+    rollouts = [Rollout(n, line, upset, 8, tally) for n, line in enumerate(trajectories(200))]
     rng = np.random.default_rng(5)
     orphan_ttl = ["--set", "orphan_ttl_s=5"]
     kills = {"proxy": 0, "server": 0}
-    with scene(tmp_path, SIZES, *orphan_ttl) as (server, upstream, _):
-        port = server.url.rsplit(":", 1)[1]
+    ports = quiet_ports(2)
+    fixed = [*orphan_ttl, "--port", str(ports[0])]
+    with scene(tmp_path, SIZES, *fixed) as (server, upstream, _):
         running: dict[str, Server | Process] = {"server": server}
         log = tmp_path / "proxy.log"
         quick = ["--set", "store_s=5", "--set", "connect_s=2"]
 
-        def new_proxy(proxy_port: int) -> Process:
-            return processes.proxy(log, f"{upstream.url}/sglang", server.url, RUN, *quick, port=proxy_port)
+        def new_proxy() -> Process:
+            return processes.proxy(log, f"{upstream.url}/sglang", server.url, RUN, *quick, port=ports[1])
 
-        running["proxy"] = first = new_proxy(0)
-        proxy_port = int(first.url.rsplit(":", 1)[1])
-        over = threading.Event()
+        running["proxy"] = first = new_proxy()
+        over, kills_at = threading.Event(), [40]
 
         def killer() -> None:
-            while not over.wait(float(rng.uniform(1.5, 4.0))):
+            while not over.wait(0.05):
+                # Counted in calls, not in seconds: a slow machine must get somewhere too.
+                if tally.counts["calls"] < kills_at[0]:
+                    continue
+                kills_at[0] += int(rng.integers(60, 160))
                 victim = "proxy" if rng.random() < 0.6 else "server"
                 running[victim].kill()
                 kills[victim] += 1
                 if victim == "proxy":
-                    running["proxy"] = new_proxy(proxy_port)
+                    running["proxy"] = new_proxy()
                 else:
-                    running["server"] = Server(
-                        server.data_dir, server.memory_dir, *orphan_ttl, "--port", port
-                    )
-                # Whatever else the machine does, the agents get somewhere between two kills.
+                    running["server"] = Server(server.data_dir, server.memory_dir, *fixed)
                 wait_until_ready(first.url)
 
         thread = threading.Thread(target=killer)
