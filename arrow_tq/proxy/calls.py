@@ -169,7 +169,7 @@ class _Call:
         """Ask the engine, again where its tokens show that rows are missing."""
         parts, start = self.calls._parts, None
         for _ in range(ASKED_MAX):
-            ask = await self.work.ask(self.protocol, start)
+            ask = self.work.ask(self.protocol, start)
             try:
                 return await self._once(ask)
             except AskAgain as again:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from arrow_tq.adapters import EngineOutput
@@ -75,7 +76,7 @@ class Work:
             return True
         return chosen == "auto" and self._streamed_whole(protocol)
 
-    async def ask(self, protocol: Protocol, start: int | None) -> Ask:
+    def ask(self, protocol: Protocol, start: int | None) -> Ask:
         """What to ask the engine for; ``start`` where an answer showed which is needed."""
         fields = self._heavy if self._parts.config.routing == "payload" else frozenset[str]()
         if start is None:
@@ -147,9 +148,7 @@ class Work:
     async def _commit(self, base: Base, tokens: Tokens, output: EngineOutput, answer: Answer) -> bytes:
         state, parts = self._state, self._parts
         said = self._said(answer.found.reply)
-        place = Place(
-            self.place.step_id, self.place.parent, self.place.told_parent, self.place.retry_of, base
-        )
+        place = replace(self.place, base=base)
         began = time.monotonic()
         try:
             done: Recorded = await parts.store.ask(

@@ -295,5 +295,10 @@ def test_receipts_instead_of_payload(lab: Lab, new_session: NewSession) -> None:
         finalize(proxy.url, session)
         (row,) = check_segments(lab.run, session)
         assert counted == len(row["token_ids"]) - 1
+        chatting = new_session()
+        answer = chat(proxy, chatting, [{"role": "user", "content": "Receipts, please"}], "one")
+        assert b"arrow_tq_receipts" not in answer.content
+        finalize(proxy.url, chatting)
+        check_segments(lab.run, chatting)
         refused = generate(proxy.url, new_session(), PROMPT, fault="more-rows")
         assert (refused.status_code, refused.json()["error"]["code"]) == (502, "row-count-mismatch")

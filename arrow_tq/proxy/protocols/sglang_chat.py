@@ -101,16 +101,18 @@ class SglangChatAnswer:
         if message is not None:
             found.reply = document.parsed(message)
         meta = choice.child("meta_info")
-        if meta is None:
-            raise MalformedMessage("choices[0]: no meta_info, which was asked for: it has the token ids")
-        self._parts.take(choice, meta)
-        self._receipts(meta)
-        found.finished |= choice.get("finish_reason") is not None
-        if self._wants_meta:
-            wishes.strip(meta)
-        else:
-            choice.drop("meta_info")
+        if meta is not None:
+            self._parts.take(choice, meta)
+            self._receipts(meta)
+            if self._wants_meta:
+                wishes.strip(meta)
+            else:
+                choice.drop("meta_info")
         self._receipts(choice)
+        if choice.get("finish_reason") is not None:
+            if not self._parts.meta:
+                raise MalformedMessage("choices[0]: no meta_info, which was asked for: it has the token ids")
+            found.finished = True
 
     def _extension(self, holder: Object) -> None:
         for name in EXTENSIONS:
