@@ -43,6 +43,7 @@ def _root(
 
 
 app.command("serve", context_settings=running.PASS_ON, add_help_option=False)(running.serve)
+app.command("proxy", context_settings=running.PASS_ON, add_help_option=False)(running.proxy)
 app.command("demo")(running.demo)
 app.command("import")(importing.import_files)
 app.command("ls")(looking.list_things)

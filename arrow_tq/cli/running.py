@@ -35,6 +35,20 @@ def serve(context: typer.Context) -> None:
     command(context.args, prog_name="arrow-tq serve")
 
 
+def proxy(context: typer.Context) -> None:
+    """Record an engine's calls on their way (arrow-tq proxy --help lists the settings)."""
+    try:
+        from arrow_tq.proxy.main import proxy as function
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("arrow_tq"):
+            raise
+        missing = f"proxy: the module {error.name} is missing: pip install 'arrow-tq[proxy]'"
+        raise Unsupported(missing) from None
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    command.command()(function)
+    command(context.args, prog_name="arrow-tq proxy")
+
+
 def demo(
     prompts: Annotated[int, typer.Option(min=1, max=64, help="Prompts.")] = 4,
     samples: Annotated[int, typer.Option(min=1, max=64, help="Rollouts a prompt.")] = 4,

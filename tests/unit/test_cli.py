@@ -77,7 +77,7 @@ def test_version_and_help() -> None:
     assert done.returncode == 0
     listed = done.stdout.split("Commands:")[1]
     names = [line.split()[0] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]
-    assert names == ["serve", "demo", "import", "ls", "show", "sql", "stats", "bench"]
+    assert names == ["serve", "proxy", "demo", "import", "ls", "show", "sql", "stats", "bench"]
 
 
 def test_help_loads_nothing_heavy() -> None:

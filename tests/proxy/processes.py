@@ -1,0 +1,72 @@
+"""Real processes for the proxy's tests: the proxy itself, and the engine's double."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).parents[2]
+STOP_S = 30.0
+
+
+class Process:
+    """A process that says where it is on its first line. Killed at the end if it still runs."""
+
+    def __init__(self, log: Path, arguments: list[str], env: dict[str, str] | None = None) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, **(env or {})},
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        words = [word for word in line.split() if word.startswith("http://")]
+        if not words:
+            self.process.wait(STOP_S)
+            raise AssertionError(f"{arguments} did not start: {line!r} {log.read_text()[-2000:]}")
+        self.url = words[0]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def stop(self) -> int:
+        """SIGTERM; gives the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_S)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait(STOP_S)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+def upstream(log: Path, *arguments: str) -> Process:
+    return Process(log, ["-m", "tests.proxy.upstream", *arguments])
+
+
+def proxy(log: Path, upstream_url: str, store: str, run: str, *arguments: str, port: int = 0) -> Process:
+    """``arrow-tq proxy``; ``arguments`` are further flags."""
+    where = ["--upstream", upstream_url, "--store", store, "--run", run, "--port", str(port)]
+    return Process(log, ["-m", "arrow_tq.cli", "proxy", *where, *arguments])
