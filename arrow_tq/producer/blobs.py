@@ -62,6 +62,10 @@ class StepBlobs:
             self._brought[name] = self._store(self._found.pop(name))
         return True
 
+    def let_go(self) -> None:
+        """The step is over: nothing will be sent again."""
+        self._found.clear()
+
     def _store(self, content: bytes) -> Receipt:
         run = self._step.session.run
         backend, rows = run.backend, np.frombuffer(content, np.uint8)

@@ -162,12 +162,14 @@ class Step:
             self.cancel()
             raise
         self._state = "committed"
+        self._blobs.let_go()
 
     def cancel(self) -> None:
         """Free what the step wrote; receipts of others are left to their writers. Idempotent."""
         if self._state != "open":
             return
         self._state = "cancelled"
+        self._blobs.let_go()
         ids = chunk_ids(self._written)
         for handle in self._pending:
             try:

@@ -30,9 +30,6 @@ class Streams:
         self._empty: set[ExtentKey] = set()
         """Keys whose folders may be empty now, or later."""
 
-    def __len__(self) -> int:
-        return len(self._by_key)
-
     def all(self) -> list[Stream]:
         return list(self._by_key.values())
 

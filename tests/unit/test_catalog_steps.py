@@ -29,7 +29,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 class TestSessions:
-    def test_an_open_session_goes_oned_again(self, scene: Scene) -> None:
+    def test_an_open_session_is_opened_again(self, scene: Scene) -> None:
         first = scene.session("s", group="g", tasks=["actor"], lr=1, name="x")
         assert (first.status, first.last_step, first.ends) == ("open", None, {})
         scene.commit(scene.step("s", "one", scene.receipt(rows=4), scene.receipt("routed_experts", 0, 3)))
@@ -44,6 +44,16 @@ class TestSessions:
             "more": "json",
             "name": "text",
         }
+        assert scene.catalog.session_goes_on("demo", "s")
+        assert not scene.catalog.session_goes_on("demo", "t")
+
+    def test_a_finalized_session_is_no_new_one(self, scene: Scene) -> None:
+        scene.session("s")
+        scene.session("t")
+        scene.finalize("s")
+        assert scene.session("s").status == "finalized"
+        scene.catalog.execute(AbortSession(run="demo", epoch=0, session_id="t"))
+        # A full store takes no new session; what is left to do of this one needs no room.
         assert scene.catalog.session_goes_on("demo", "s")
         assert not scene.catalog.session_goes_on("demo", "t")
 
