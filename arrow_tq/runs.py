@@ -32,8 +32,12 @@ from arrow_tq_schemas.commands import (
     CloseGroup,
     Discard,
     Done,
+    Mark,
+    MarkInfo,
     OpenRun,
     OpenSession,
+    Rewind,
+    Rewound,
     RunInfo,
     RunQuery,
     SessionInfo,
@@ -185,6 +189,7 @@ class Run:
                 lease_s=lease_s,
                 wait_s=wait_s,
                 like=None if like is None else BatchRef.parse(like, self.name).claim,
+                epoch=self.epoch,
             )
         reply = self.backend.execute(command)
         return self._batch(reply.body, reply.blobs[0], None, None)
@@ -193,7 +198,7 @@ class Run:
         """Join a claim by its ``ref`` as one of ``world`` ranks; all see the same table."""
         claim_id = BatchRef.parse(ref, self.name).claim
         with checked("attach"):
-            command = AttachClaim(run=self.name, claim_id=claim_id, rank=rank, world=world)
+            command = AttachClaim(run=self.name, claim_id=claim_id, rank=rank, world=world, epoch=self.epoch)
         reply = self.backend.execute(command)
         return self._batch(reply.body, reply.blobs[0], rank, world)
 
@@ -265,12 +270,42 @@ class Run:
         command = SetPolicyVersion(run=self.name, epoch=self.epoch, version=check_id(version, "version"))
         ask(self.backend, command, Done)
 
+    def mark(self, name: str) -> MarkInfo:
+        """Tell that the trainer saved a checkpoint called ``name``. Idempotent by name.
+
+        What is released from here on is kept, so that ``rewind(name)`` finds it again; what earlier marks
+        kept is freed. Keeping is bounded: by the next mark, by the store's ``keep_released_s``, and by its
+        room (docs/checkpoints.md). A run that is never marked keeps nothing.
+
+        Raises:
+            StaleEpoch: the run was rewound, or its epoch advanced, since this run was opened.
+        """
+        command = Mark(run=self.name, epoch=self.epoch, name=check_id(name, "mark"))
+        return ask(self.backend, command, MarkInfo)
+
+    def rewind(self, name: str) -> Rewound:
+        """After the checkpoint ``name`` was restored: what was released or claimed since is claimable again.
+
+        The run's epoch advances, and this run joins it: writers and claimers from before are refused, their
+        claims are gone, and their open sessions are ended. Ids are never used twice: what is to be generated
+        again (``sessions`` of the result) gets new ones.
+
+        Raises:
+            NotFound: the run has no such mark; names those it has.
+            MarkSpent: what was released since is not kept any more; names why, and the marks that are left.
+            StaleEpoch: somebody else rewound the run first.
+        """
+        command = Rewind(run=self.name, epoch=self.epoch, name=check_id(name, "mark"))
+        rewound = ask(self.backend, command, Rewound)
+        self.epoch = rewound.epoch
+        return rewound
+
     # -- people --------------------------------------------------------------------------------
 
     def sql(self, query: str) -> pa.Table:
         """DuckDB SQL over this run's tables.
 
-        These are: runs, sessions, steps, segments, spans, chunks, blobs, step_blobs.
+        These are: runs, sessions, steps, segments, spans, chunks, blobs, step_blobs, claims, marks.
         """
         return read_table(self.backend.execute(RunQuery(query=query, run=self.name)).blobs[0])
 
@@ -365,6 +400,12 @@ class Run:
 
     async def aset_policy_version(self, version: str) -> None:
         await self.threads.call(self.set_policy_version, version)
+
+    async def amark(self, name: str) -> MarkInfo:
+        return await self.threads.call(self.mark, name)
+
+    async def arewind(self, name: str) -> Rewound:
+        return await self.threads.call(self.rewind, name)
 
     async def asql(self, query: str) -> pa.Table:
         return await self.threads.call(self.sql, query)

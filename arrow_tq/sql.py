@@ -29,7 +29,10 @@ KILL_AFTER_S = 0.5
 """How long after its deadline a query that did not stop itself is killed."""
 ROUNDS_MAX = 4
 """How often changes are asked again so that all tables stand at one revision, on a store that is written."""
-_CHILDREN_FIRST = ("spans", "chunks", "segments", "step_blobs", "blobs", "steps", "sessions", "runs")
+_CHILDREN_FIRST = (
+    *("spans", "chunks", "claims", "segments", "step_blobs", "blobs", "steps", "sessions", "marks"),
+    "runs",
+)
 """Whatever is committed in between, a row that a query sees then finds the rows it refers to."""
 
 

@@ -29,7 +29,10 @@ class OnError(StrEnum):
 
 
 def import_files(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="JSON lines or ATIF, also .gz.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE", help="JSON lines or ATIF, also .gz; or an export's folder."),
+    ],
     store: StoreOption,
     run: Annotated[str, typer.Option(help="Run to import into.")] = "default",
     format: Annotated[FileFormat, typer.Option(help="auto looks at each record.")] = FileFormat.AUTO,
@@ -57,7 +60,10 @@ def import_files(
     ] = None,
     reward_key: Annotated[str, typer.Option(help="Key that holds the reward.")] = "reward",
 ) -> None:
-    """Import chat trajectories (OpenAI messages or ATIF): a session each, a step a model call."""
+    """Import chat trajectories (OpenAI messages or ATIF): a session each, a step a model call.
+
+    A folder that arrow-tq export wrote is told by its content, and becomes what it was.
+    """
     from arrow_tq.importer.importing import ImportPlan, import_trajectories
     from arrow_tq.importer.source import Source
     from arrow_tq.importer.trajectory import Keys
@@ -68,6 +74,16 @@ def import_files(
         group=usual.group if group_key is None else (group_key,),
         reward=(reward_key,),
     )
+    from arrow_tq.offline import import_export, is_export
+
+    exports = [path for path in files if is_export(path)]
+    if exports:
+        if len(exports) < len(files):
+            raise typer.BadParameter("exports and trajectory files are imported one kind at a time")
+        with open_store(store, create=True) as opened:
+            for path in exports:
+                tell(import_export(opened, path, run), run)
+        return
     plan = ImportPlan(run, on_error.value, tokenizer, save_tokenizer, max_tokens, model, seed)
     source = Source(tuple(files), format.value, keys)
     with open_store(store, create=True) as opened, TerminalWatcher() as watcher:

@@ -42,6 +42,15 @@ _SEGMENTS = """
 SELECT segment_id, group_id, view, status, num_tokens, loss_tokens, reward, finish_reason, complete_fields
 FROM segments ORDER BY created_at DESC LIMIT {limit}
 """
+_CLAIMS = """
+SELECT claim_id, task, view, segments, state, world, released_ranks, lease_s,
+       CASE WHEN state = 'active' THEN expires_at END AS lease_ends, created_at
+FROM claims ORDER BY created_at DESC LIMIT {limit}
+"""
+_MARKS = """
+SELECT mark, status, reason, epoch, policy_version, kept_segments, created_at
+FROM marks ORDER BY created_at DESC LIMIT {limit}
+"""
 
 
 def list_things(
@@ -50,19 +59,26 @@ def list_things(
         str | None, typer.Argument(help="A run, to list its sessions.", show_default=False)
     ] = None,
     segments: Annotated[bool, typer.Option("--segments", help="The run's segments.")] = False,
+    claims: Annotated[bool, typer.Option("--claims", help="The run's claims and their leases.")] = False,
+    marks: Annotated[bool, typer.Option("--marks", help="The run's marks and what they keep.")] = False,
     limit: LimitOption = 50,
     format: FormatOption = TableFormat.TABLE,
 ) -> None:
-    """List the runs, or a run's sessions or segments."""
-    if run is None and segments:
-        raise typer.BadParameter("--segments needs a run: arrow-tq ls RUN --segments")
+    """List the runs, or a run's sessions, segments, claims or marks."""
+    chosen = {"--segments": segments, "--claims": claims, "--marks": marks}
+    asked = [name for name, wanted in chosen.items() if wanted]
+    if len(asked) > 1:
+        raise typer.BadParameter(f"give one of {', '.join(asked)}")
+    if run is None and asked:
+        raise typer.BadParameter(f"{asked[0]} needs a run: arrow-tq ls RUN {asked[0]}")
     with open_store(store) as opened:
         if run is None:
             _print(opened.sql(_RUNS), format)
             return
         # An unknown run is an error, not an empty list.
         opened.run(run)
-        query = _SEGMENTS if segments else _SESSIONS
+        queries = {"--segments": _SEGMENTS, "--claims": _CLAIMS, "--marks": _MARKS}
+        query = queries[asked[0]] if asked else _SESSIONS
         _print(opened.sql(query.format(limit=limit), run=run), format)
 
 
@@ -72,7 +88,7 @@ def sql(
     run: RunOption = None,
     format: FormatOption = TableFormat.TABLE,
 ) -> None:
-    """Ask in SQL: tables runs, sessions, steps, segments, spans, chunks."""
+    """Ask in SQL: tables runs, sessions, steps, segments, spans, chunks, claims, marks."""
     text = sys.stdin.read() if query == "-" else query
     with open_store(store) as opened:
         _print(opened.sql(text, run=run), format)

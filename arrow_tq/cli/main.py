@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from arrow_tq.cli import importing, looking, running
+from arrow_tq.cli import capacity, exporting, importing, looking, running
 from arrow_tq.cli.text import printable
 from arrow_tq_schemas.errors import ArrowTQError
 
@@ -49,6 +49,8 @@ app.command("import")(importing.import_files)
 app.command("ls")(looking.list_things)
 app.command("show")(looking.show)
 app.command("sql")(looking.sql)
+app.command("export")(exporting.export)
+app.command("capacity")(capacity.capacity)
 app.command("stats")(looking.stats)
 app.command("bench", context_settings=running.PASS_ON, add_help_option=False)(running.bench)
 

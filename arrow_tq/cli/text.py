@@ -7,6 +7,7 @@ import re
 from arrow_tq_schemas.errors import InvalidInput
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -28,6 +29,14 @@ def size(count_bytes: float) -> str:
     while count_bytes >= 1000 and step < len(_UNITS) - 1:
         count_bytes, step = count_bytes / 1000, step + 1
     return f"{count_bytes:.0f} B" if step == 0 else f"{count_bytes:.1f} {_UNITS[step]}"
+
+
+def binary_size(count_bytes: float) -> str:
+    """``2.34 TiB``, binary units, as memory is counted."""
+    step = 0
+    while count_bytes >= 1024 and step < len(_BINARY_UNITS) - 1:
+        count_bytes, step = count_bytes / 1024, step + 1
+    return f"{count_bytes:.0f} B" if step == 0 else f"{count_bytes:.2f} {_BINARY_UNITS[step]}"
 
 
 def quote(value: str) -> str:

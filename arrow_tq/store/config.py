@@ -24,6 +24,8 @@ class EngineConfig:
         orphan_ttl_s: age at which a chunk that no step attached is reaped.
         upkeep_period_s: how often leases, expiries and orphans are looked after.
         blob_bytes_max: size of one blob (a file that a step refers to) at most.
+        keep_marks: how many of a run's marks back what was released since is kept for a rewind; 0: none.
+        keep_released_s: how long that is kept at most.
         sql: bounds of a SQL query.
     """
 
@@ -35,6 +37,8 @@ class EngineConfig:
     orphan_ttl_s: float = 600.0
     upkeep_period_s: float = 1.0
     blob_bytes_max: int = 64 << 20
+    keep_marks: int = 1
+    keep_released_s: float = 86_400.0
     sql: SqlLimits = field(default_factory=SqlLimits)
 
     def __post_init__(self) -> None:
@@ -42,6 +46,8 @@ class EngineConfig:
             raise InvalidInput(f"soft_mark {self.soft_mark}: expected more than 0 and at most 1")
         if self.capacity_bytes is not None and self.capacity_bytes < 1 << 20:
             raise InvalidInput(f"capacity_bytes {self.capacity_bytes}: expected at least 1 MiB")
+        if self.keep_marks < 0 or self.keep_released_s <= 0:
+            raise InvalidInput("keep_marks: expected 0 or more; keep_released_s: more than 0")
         if self.orphan_ttl_s <= 0 or self.upkeep_period_s <= 0:
             raise InvalidInput("orphan_ttl_s and upkeep_period_s: expected more than 0")
         if self.blob_bytes_max <= 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
@@ -15,6 +15,7 @@ from arrow_tq.sql import SqlService
 from arrow_tq.store.admission import Admission
 from arrow_tq.store.attempts import Attempts
 from arrow_tq.store.catalog import Catalog, CatalogConfig
+from arrow_tq.store.committing import Commits
 from arrow_tq.store.config import EngineConfig
 from arrow_tq.store.directory import Directory
 from arrow_tq.store.placing import STORED, EnginePlacer, Stored
@@ -28,6 +29,7 @@ from arrow_tq_schemas.blobs import BLOB_FIELD
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader
 from arrow_tq_schemas.commands import (
     AbandonStep,
+    Claim,
     Command,
     CommitSteps,
     Done,
@@ -77,19 +79,29 @@ class Engine:
             )
         )
         self._catalog = Catalog(
-            CatalogConfig(path=config.data_dir / "catalog.sqlite", blob_bytes_max=config.blob_bytes_max),
+            CatalogConfig(
+                path=config.data_dir / "catalog.sqlite",
+                blob_bytes_max=config.blob_bytes_max,
+                keep_marks=config.keep_marks,
+                keep_released_s=config.keep_released_s,
+            ),
             *(self._shard, self._shard.drop),
         )
+        if config.url is not None:
+            self._catalog.grant_grace()
         self._sql = SqlService(self._catalog, config.sql)
         self._fields: dict[tuple[str, str], Field] = {}
         self._reader = Reader(self._shard, self._catalog)
         self._rewrites = Rewrites(self._shard, self._catalog)
         self._attempts = Attempts(self._shard, self._catalog)
+        self._commits = Commits(self._commit_together)
         self._admission = Admission(self._shard, self._catalog, config.soft_mark)
         self._placer = EnginePlacer(self, self._shard)
         self._closing = threading.Lock()
         self._closed = False
-        self._upkeep = Upkeep(self._shard, self._catalog, config.orphan_ttl_s, config.upkeep_period_s)
+        self._upkeep = Upkeep(
+            *(self._shard, self._catalog, config.orphan_ttl_s, config.upkeep_period_s, config.soft_mark)
+        )
         self._upkeep.reconcile()
         self._upkeep.start()
         logger("arrow_tq.engine").info(
@@ -147,6 +159,11 @@ class Engine:
             self._admission.admit(command)
         return self._catalog.execute(command)
 
+    def claim(self, command: Claim, is_gone: Callable[[], bool]) -> Reply:
+        """Answer a claim; nothing is taken for a claimer that ``is_gone`` after it waited."""
+        self._check_open()
+        return self._catalog.claim(command, is_gone)
+
     def commit(self, step: StepCommit) -> StepResult:
         (result,) = self.commit_many([step])
         result.check()
@@ -155,6 +172,9 @@ class Engine:
     def commit_many(self, steps: Sequence[StepCommit]) -> list[StepResult]:
         """Commit each step by itself, in order; errors are in the results."""
         self._check_open()
+        return self._commits.commit(steps)
+
+    def _commit_together(self, steps: Sequence[StepCommit]) -> list[StepResult]:
         return self._attempts.check(steps, self._rewrites.commit(steps))
 
     def query(self, query: str, run: str | None) -> pa.Table:
@@ -228,7 +248,15 @@ class Engine:
             "chunks_read_total": self._reader.chunks_read,
             "bytes_read_total": self._reader.bytes_read,
             "orphans_reaped_total": self._upkeep.orphans_reaped,
+            "claims_active": gauges.claims_active,
+            "claimed_segments": gauges.claimed_segments,
+            "lease_ends_s": gauges.lease_ends_s,
+            "marks_live": gauges.marks_live,
+            "kept_segments": gauges.kept_segments,
+            "kept_given_up_total": self._upkeep.kept_given_up,
         }
+        for end, count in gauges.claims_by_end.items():
+            values[f'claims_ended_total{{end="{end}"}}'] = count
         for (run, tier), size in usage.by_run_and_tier.items():
             values[f'bytes{{run="{run}",tier="{tier}"}}'] = size
         for reason, count in gauges.discarded_by_reason.items():

@@ -14,15 +14,20 @@ STOP_S = 10.0
 class Upkeep:
     """One thread that looks after a store about once a second."""
 
-    def __init__(self, shard: Shard, catalog: Catalog, orphan_ttl_s: float, period_s: float) -> None:
+    def __init__(
+        self, shard: Shard, catalog: Catalog, orphan_ttl_s: float, period_s: float, soft_mark: float
+    ) -> None:
         self._shard = shard
         self._catalog = catalog
         self._orphan_ttl_s = orphan_ttl_s
         self._period_s = period_s
+        self._soft_mark = soft_mark
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="arrow-tq-upkeep", daemon=True)
         self._log = logger("arrow_tq.upkeep")
         self.orphans_reaped = 0
+        self.kept_given_up = 0
+        """Pairs of segment and task kept for a rewind, and freed because their room was needed."""
 
     def start(self) -> None:
         self._thread.start()
@@ -60,7 +65,29 @@ class Upkeep:
         """One round."""
         self._catalog.maintain()
         self._reap()
+        self._give_up_kept()
         self._shard.maintain()
+
+    def _give_up_kept(self) -> None:
+        """Past the soft mark, what is kept for a rewind makes room: it was trained, the rest was not.
+
+        A mark a round, so that its extents can be given back before the next one is looked at.
+        """
+        if not self._is_full() or self._catalog.keeping.is_empty():
+            return
+        # What is allocated ahead, or idle, goes first.
+        self._shard.make_room()
+        if not self._is_full():
+            return
+        freed = self._catalog.keeping.give_up_oldest()
+        if freed is not None:
+            mark, count = freed
+            self.kept_given_up += count
+            self._log.warning("what a mark kept was freed for its room", mark=mark, segments=count)
+
+    def _is_full(self) -> bool:
+        usage = self._shard.usage()
+        return usage.used_bytes > self._soft_mark * usage.capacity_bytes
 
     def _reap(self) -> None:
         orphans = self._shard.orphans(self._orphan_ttl_s)

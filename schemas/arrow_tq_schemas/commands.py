@@ -308,6 +308,8 @@ class Claim(Mutation):
     wait_s: Seconds = 0.0
     like: str | None = None
     """Claim id (from a ref) whose segments to take for another task."""
+    epoch: Count | None = None
+    """The claimer's epoch: one from before a rewind is refused. None: whichever is current."""
 
 
 class AttachClaim(Mutation):
@@ -318,6 +320,7 @@ class AttachClaim(Mutation):
     claim_id: Hex128
     rank: Annotated[int, Bound(ge=0)]
     world: Annotated[int, Bound(ge=1)]
+    epoch: Count | None = None
 
 
 class ClaimInfo(Wire):
@@ -374,6 +377,60 @@ class ListSegments(Command):
     limit: Annotated[int, Bound(ge=1, le=1_000_000)] = 1000
 
 
+class GetSession(Command):
+    """A session as it was written, with a page of its steps from ``first_step`` on: for an export."""
+
+    verb: ClassVar[str] = "get_session"
+    run: str
+    session_id: str
+    first_step: Count = 0
+
+
+class FinalizedView(Wire):
+    """How a session was finalized in one view."""
+
+    view: View
+    reward: float | None
+    columns: Json
+
+
+class RecordedStep(Wire):
+    """A step that counts; ``parent`` is empty for one that begins a tree. As in ``StepCommit``."""
+
+    step_id: str
+    parent: str
+    messages: Json
+    version: str | None
+    sampled: tuple[Count, Count] | None
+    receipts: list[Receipt]
+    tools: str | None
+    retry_of: str | None
+    extends: bool
+    blobs: list[StepBlob] = []
+
+
+class SessionRecord(Wire):
+    """A session; ``versions`` are those of its run, in their order; ``next_step`` is None at the end."""
+
+    session_id: str
+    group: str | None
+    status: str
+    tasks: Names
+    columns: Json
+    views: list[FinalizedView]
+    versions: Names
+    steps: list[RecordedStep]
+    next_step: Count | None
+
+
+class GetClaim(Command):
+    """A claim and its segments' table (blob 0), without joining it; also one that was released."""
+
+    verb: ClassVar[str] = "get_claim"
+    run: str
+    claim_id: Hex128
+
+
 class UpdateSegments(Mutation):
     """Set ``reward`` and user columns that come after finalize."""
 
@@ -427,6 +484,71 @@ class Done(Wire):
     count: int = 0
 
 
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+class Mark(Mutation):
+    """The trainer saved a checkpoint: what is released from here on is kept for a rewind to it.
+
+    Idempotent by name. What earlier marks kept is freed.
+    """
+
+    verb: ClassVar[str] = "mark"
+    run: str
+    epoch: Count
+    name: str
+
+
+class MarkInfo(Wire):
+    """A mark of a run.
+
+    ``status`` is live, spent or rewound, as in the table ``marks``; ``freed`` counts the pairs of segment and
+    task that earlier marks had kept and this one freed.
+    """
+
+    run: str
+    name: str
+    epoch: Count
+    policy_version: str | None = None
+    status: str = "live"
+    freed: int = 0
+
+
+class Rewind(Mutation):
+    """The trainer restored a checkpoint: all that was claimed or released since its mark is open again.
+
+    The run's epoch advances, so that writers and claimers from before are refused.
+    """
+
+    verb: ClassVar[str] = "rewind"
+    run: str
+    epoch: Count
+    name: str
+
+
+class LostSession(Wire):
+    """A session to generate again, under another id; ``reason`` says how it ended."""
+
+    session_id: str
+    group: str | None
+    reason: str
+
+
+class Rewound(Wire):
+    """What a rewind did."""
+
+    run: str
+    name: str
+    epoch: Count
+    """The new epoch; whoever goes on joins it."""
+    policy_version: str | None
+    """As it was at the mark; it is the run's policy version again."""
+    segments: Names
+    """Claimable again, in the order of finalizing: those released since, and those under a claim."""
+    sessions: list[LostSession]
+    """In flight when the run was rewound (reason ``rewound``), or ended untrained since the mark."""
+
+
 # -- the store -------------------------------------------------------------------------------------
 
 
@@ -472,7 +594,8 @@ class RunQuery(Command):
 AnyCommand = (
     OpenRun | AddField | SetPolicyVersion | CloseGroup | OpenSession | CommitSteps | DropChunks | AbandonStep
     | FinalizeSession | AbortSession | Claim | AttachClaim | RenewClaim | ReleaseClaim | GetSegments
-    | FindBlob | ListSegments | UpdateSegments | PutValues | Discard | GetPressure | GetStats | RunQuery
+    | FindBlob | ListSegments | GetSession | GetClaim | UpdateSegments | PutValues | Discard | Mark | Rewind
+    | GetPressure | GetStats | RunQuery
 )  # fmt: skip
 
 
@@ -499,9 +622,13 @@ REPLIES: dict[type[Command], type[Wire]] = {
     ReleaseClaim: Done,
     GetSegments: Empty,
     ListSegments: Empty,
+    GetSession: SessionRecord,
+    GetClaim: ClaimInfo,
     UpdateSegments: Done,
     PutValues: Done,
     Discard: Done,
+    Mark: MarkInfo,
+    Rewind: Rewound,
     GetPressure: Pressure,
     GetStats: Stats,
     RunQuery: Empty,

@@ -19,6 +19,7 @@
     │   ├── StaleEpoch                       stale-epoch
     │   ├── SessionClosed                    session-closed
     │   ├── ClaimGone                        claim-gone
+    │   ├── MarkSpent                        mark-spent
     │   └── StoreInUse                       store-in-use
     ├── Unavailable                          unavailable        (retryable)
     │   ├── StoreFull                        store-full         (retryable)
@@ -161,6 +162,12 @@ class ClaimGone(Conflict):
     """The claim's lease expired, or it was released."""
 
     code = "claim-gone"
+
+
+class MarkSpent(Conflict):
+    """What was released since the mark is not kept any more; names why, and the marks that are left."""
+
+    code = "mark-spent"
 
 
 class StoreInUse(Conflict):

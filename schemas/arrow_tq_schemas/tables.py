@@ -151,6 +151,41 @@ STEP_BLOBS = pa.schema(
 )
 """Which steps refer to which blobs, in the order of attaching (place 0, 1, ...); state: held or released."""
 
+CLAIMS = pa.schema(
+    [
+        ("claim_id", _TEXT),
+        ("run", _TEXT),
+        ("task", _TEXT),
+        ("view", _TEXT),
+        ("segments", _INT),
+        ("state", _TEXT),
+        ("world", _INT),
+        ("released_ranks", _INT),
+        ("lease_s", _REAL),
+        ("expires_at", _TIME),
+        ("created_at", _TIME),
+    ]
+)
+"""state: active (under its lease until expires_at), done, expired, or rewound; world: ranks that share it,
+null before one attached. Claims that took nothing are not shown."""
+
+MARKS = pa.schema(
+    [
+        ("run", _TEXT),
+        ("mark", _TEXT),
+        ("epoch", _INT),
+        ("policy_version", _TEXT),
+        ("status", _TEXT),
+        ("reason", _TEXT),
+        ("kept_segments", _INT),
+        ("created_at", _TIME),
+        ("updated_at", _TIME),
+    ]
+)
+"""status: live (the run can be rewound to it), spent (what was released since is freed; reason says why) or
+rewound (the run went back to an earlier one; its name is free again); kept_segments: pairs of segment and
+task that were released under it and are kept."""
+
 TABLES: dict[str, pa.Schema] = {
     "runs": RUNS,
     "sessions": SESSIONS,
@@ -160,6 +195,8 @@ TABLES: dict[str, pa.Schema] = {
     "chunks": CHUNKS,
     "blobs": BLOBS,
     "step_blobs": STEP_BLOBS,
+    "claims": CLAIMS,
+    "marks": MARKS,
 }
 
 _WITH_COLUMNS = (RUNS, SESSIONS, STEPS, SEGMENTS, SPANS, CHUNKS)

@@ -68,6 +68,14 @@ class ServerConfig(BaseSettings):
     orphan_ttl_s: float = Setting(
         default=600.0, gt=0, description="Age at which a chunk that no step attached is reaped."
     )
+    keep_marks: int = Setting(
+        default=1,
+        ge=0,
+        description="How many of a run's marks back what was released since is kept for a rewind; 0: none.",
+    )
+    keep_released_s: float = Setting(
+        default=86_400.0, gt=0, description="How long what was released is kept for a rewind at most."
+    )
 
     blob_bytes_max: int = Setting(
         default=64 * MIB, ge=1, description="Largest file that a step may attach (`step.attach_blob`)."

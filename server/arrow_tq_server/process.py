@@ -150,6 +150,8 @@ def _engine_config(config: ServerConfig, ports: Ports | None) -> EngineConfig:
         url=None if ports is None else _advertised(config, ports),
         orphan_ttl_s=config.orphan_ttl_s,
         blob_bytes_max=config.blob_bytes_max,
+        keep_marks=config.keep_marks,
+        keep_released_s=config.keep_released_s,
         sql=SqlLimits(
             timeout_s=config.sql_timeout_s,
             memory_bytes=config.sql_memory_bytes,

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import pyarrow as pa
 
 from arrow_tq.backend import Backend
 from arrow_tq_schemas.chunks import ChunkHeader
-from arrow_tq_schemas.commands import StepCommit, StepResult
+from arrow_tq_schemas.commands import Claim, Reply, StepCommit, StepResult
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.tickets import PutStream
 
 
 class ServedEngine(Backend, Protocol):
     """A backend that also takes what comes from the network. ``arrow_tq.store.Engine`` is one."""
+
+    def claim(self, command: Claim, is_gone: Callable[[], bool]) -> Reply:
+        """Answer a claim; nothing is taken for a claimer that ``is_gone`` after it waited."""
 
     def field(self, run: str, name: str) -> Field:
         """The declared field; raises ``NotFound``."""

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from arrow_tq_schemas.commands import COMMANDS, Claim, pack_reply, parse_command
+from arrow_tq_schemas.commands import COMMANDS, Claim, Command, Reply, pack_reply, parse_command
 from arrow_tq_schemas.errors import InvalidInput
 from arrow_tq_schemas.tickets import CommitStream, SegmentTicket, SpanTicket, Ticket, parse_put, parse_ticket
 from arrow_tq_server.budgets import Activity, Budgets
@@ -52,13 +52,19 @@ class Service(flight.FlightServerBase):  # type: ignore[misc]
             budget = self._budgets.waiting_claims if waits else self._budgets.actions
             held = self._activity.waiting() if waits else self._activity.work()
             with held, budget.place(), self._metrics.action_s.labels(command.verb).time():
-                answer = pack_reply(self._engine.execute(command))
+                answer = pack_reply(self._reply(context, command))
             if len(answer) > self._config.message_bytes_max:
                 raise InvalidInput(
                     f"{command.verb}: a reply of {len(answer)} bytes, message_bytes_max is "
                     f"{self._config.message_bytes_max}: ask for less at a time"
                 )
             return [flight.Result(pa.py_buffer(answer))]
+
+    def _reply(self, context: flight.ServerCallContext, command: Command) -> Reply:
+        """The engine's reply. A claim that waits takes nothing for a client that is gone."""
+        if isinstance(command, Claim):
+            return self._engine.claim(command, context.is_cancelled)
+        return self._engine.execute(command)
 
     def list_actions(self, context: flight.ServerCallContext) -> list[tuple[str, str]]:
         """Every command by its verb."""

@@ -179,18 +179,23 @@ def all_commands() -> list[Command]:
         commands.Claim(
             **key, limit=512, where="reward > 0", task="actor", unit="group", group_size=8, view="timeline",
             order_by="created_at", max_staleness=2, on_stale="discard", lease_s=60.0, wait_s=5.0, like=CLAIM,
+            epoch=2,
         ),
-        commands.AttachClaim(**key, claim_id=CLAIM, rank=1, world=8),
+        commands.AttachClaim(**key, claim_id=CLAIM, rank=1, world=8, epoch=2),
         commands.RenewClaim(**key, claim_id=CLAIM),
         commands.ReleaseClaim(**key, claim_id=CLAIM, rank=1, world=8),
         commands.GetSegments(run="r", ids=["s-17"], view="timeline", manifests=False),
         commands.ListSegments(run="r", where="reward > 0", view="timeline", limit=10),
+        commands.GetSession(run="r", session_id="s-17", first_step=3),
+        commands.GetClaim(run="r", claim_id=CLAIM),
         commands.UpdateSegments(**key, ids=["s-17"], view="timeline", columns='{"reward": 1.0}'),
         commands.PutValues(
             **owner, claim_id=CLAIM, field="routed_experts",
             values=[commands.LateValue(segment_id="s-17~0", receipts=[receipt()])],
         ),
         commands.Discard(**owner, ids=["s-17"], where=None, view="timeline", reason="stale"),
+        commands.Mark(**owner, name="step-100"),
+        commands.Rewind(**owner, name="step-100"),
         commands.GetPressure(),
         commands.GetStats(),
         commands.RunQuery(query="SELECT 1", run="r"),
@@ -226,6 +231,25 @@ def replies() -> dict[str, commands.Wire]:
         ),
         "ClaimInfo": commands.ClaimInfo(
             claim_id=CLAIM, run="r", task="actor", view="lineage", segments=3, lease_s=60.0
+        ),
+        "SessionRecord": commands.SessionRecord(
+            session_id="s-17", group="g", status="finalized", tasks=["actor"], columns='{"lr": 0.1}',
+            views=[commands.FinalizedView(view="lineage", reward=0.5, columns="{}")], versions=["12"],
+            steps=[
+                commands.RecordedStep(
+                    step_id="call-1", parent="", messages="[]", version="12", sampled=(3, 9),
+                    receipts=[receipt()], tools="sha256:00ff", retry_of=None, extends=True,
+                    blobs=[StepBlob(blob_id="0f" * 32, media_type="image/png", bytes=9)],
+                )
+            ],
+            next_step=2,
+        ),
+        "MarkInfo": commands.MarkInfo(
+            run="r", name="step-100", epoch=2, policy_version="12", status="spent", freed=3
+        ),
+        "Rewound": commands.Rewound(
+            run="r", name="step-100", epoch=3, policy_version="12", segments=["s-17~0"],
+            sessions=[commands.LostSession(session_id="s-18", group="g", reason="rewound")],
         ),
         "Pressure": commands.Pressure(
             capacity_bytes=100, used_bytes=25, fill=0.25, soft_mark=0.75, oldest_unclaimed_s=1.5,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
 import pytest
 
+from arrow_tq.store.catalog import claiming, selection
+from arrow_tq.store.catalog.selection import choose
 from arrow_tq_schemas import errors
 from arrow_tq_schemas.commands import (
     AttachClaim,
@@ -72,6 +75,9 @@ class TestChoosing:
         _, names = scene.claim(2, task="actor", where="reward IS NOT NULL", order_by="reward DESC")
         assert names == ["s-2~0", "s-0~0"]
         assert scene.claim(task="actor", where="lr = 3 AND run = 'demo'")[1] == ["s-3~0"]
+        for field, names in (("logprobs", []), ("routed_experts", ["s-1~0"])):
+            where = f"list_contains(complete_fields, '{field}')"
+            assert scene.claim(task="actor", where=where)[1] == names
         with pytest.raises(errors.InvalidQuery, match="nothing"):
             scene.claim(task="actor", where="nothing = 1")
 
@@ -164,6 +170,47 @@ class TestChoosing:
         scene.fill("b")
         assert scene.catalog.execute(command) == first
         assert statuses(scene) == {"a~0": "claimed", "b~0": "ready"}
+
+    @pytest.mark.parametrize("unit", ["segment", "session", "group"])
+    def test_a_claim_reads_what_it_takes_not_all_that_is_ready(
+        self, scene: Scene, unit: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for index in range(60):
+            scene.fill(f"s-{index}", group=f"g-{index // 2}")
+        read: list[int] = []
+        units, groups = selection._units, selection._groups
+
+        def counted(rows: Iterator[object]) -> Iterator[object]:
+            for row in rows:
+                read.append(1)
+                yield row
+
+        monkeypatch.setattr(selection, "_units", lambda ready, wish: units(counted(ready), wish))
+        monkeypatch.setattr(selection, "_groups", lambda c, ready, wish: groups(c, counted(ready), wish))
+        assert len(scene.claim(4, task="actor", unit=unit)[1]) == 4
+        assert len(read) <= 7
+        with scene.catalog._readers.snapshot() as connection:
+            plans: list[str] = []
+            connection.exec_trace = lambda cursor, sql, _: plans.append(sql) is None
+            run = scene.catalog._runs.get("demo")
+            command = Claim(run="demo", limit=4, task="actor", unit=unit)
+            selection.choose(connection, selection.make_wish(connection, run, command))
+            connection.exec_trace = None
+            (chosen,) = [sql for sql in plans if "ORDER BY segment_tasks.segment" in sql]
+            plan = str(connection.execute(f"EXPLAIN QUERY PLAN {chosen}", (1, "actor", "lineage")).fetchall())
+        assert "segment_tasks_ready" in plan
+        assert "TEMP B-TREE" not in plan
+
+    def test_groups_in_order(self, scene: Scene) -> None:
+        for name, group in (("a", "g"), ("b", "h"), ("c", "g"), ("d", None), ("e", "h"), ("f", "i")):
+            scene.fill(name, group=group, segments=2 if name == "a" else 1)
+        scene.session("open", group="i")
+        assert scene.claim(4, task="actor", unit="group")[1] == ["a~0", "a~1", "c~0"]
+        assert scene.claim(9, task="actor", unit="group", where="session_id <> 'e'")[1] == []
+        assert scene.claim(9, task="actor", unit="group")[1] == ["b~0", "e~0"]
+        assert scene.claim(9, task="critic", unit="group", order_by="session_id DESC")[1] == [
+            *("b~0", "e~0", "a~0", "a~1", "c~0"),
+        ]
 
 
 class TestRanks:
@@ -289,6 +336,22 @@ class TestLeases:
         assert names == ["a~0"]
         assert release(scene, info) == 1
 
+    def test_a_server_that_was_down_grants_half_a_lease(self, scene: Scene) -> None:
+        scene.fill("a")
+        scene.fill("b")
+        late, _ = scene.claim(1, task="actor", lease_s=60)
+        fresh, _ = scene.claim(1, task="critic", lease_s=60)
+        past_us = int((time.time() - 100) * 1e6)
+        expire = "UPDATE claims SET expires_at = ? WHERE claim_id = ?"
+        scene.catalog._writer.run([lambda change: change.execute(expire, (past_us, late.claim_id))])
+        scene.reopen()
+        scene.catalog.grant_grace()
+        scene.catalog.maintain()
+        ends = {row["claim_id"]: row["expires_at"].timestamp() - time.time() for row in scene.rows("claims")}
+        assert 20 < ends[late.claim_id] <= 30
+        assert 50 < ends[fresh.claim_id] <= 60
+        assert release(scene, late) == 1
+
 
 class TestWaiting:
     def test_a_claim_waits_and_is_woken(self, scene: Scene) -> None:
@@ -303,6 +366,46 @@ class TestWaiting:
             scene.fill("a")
             assert waiting.result(20)[1] == ["a~0"]
         assert time.monotonic() - started < 5
+
+    def test_nothing_is_taken_for_a_claimer_that_went_away(self, scene: Scene) -> None:
+        command = Claim(run="demo", limit=1, task="actor", wait_s=30)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(scene.catalog.claim, command, lambda: True)
+            until = time.monotonic() + 10
+            while not scene.catalog._waiters.waiting:
+                assert time.monotonic() < until
+                time.sleep(0.005)
+            scene.fill("a")
+            with pytest.raises(errors.Unavailable, match="went away"):
+                waiting.result(10)
+        assert statuses(scene) == {"a~0": "ready"}
+        assert scene.catalog.execute(command).body.segments == 1, "the same request again is answered anew"
+
+    def test_many_waiters_share_their_looks(self, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+        looks = 0
+
+        def counted(connection: object, wish: object) -> list[int]:
+            nonlocal looks
+            looks += 1
+            return choose(connection, wish)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(claiming, "choose", counted)
+        commits = 40
+        with ThreadPoolExecutor(24) as pool:
+            waiting = [
+                pool.submit(scene.claim, 1, task="actor", where="reward > 5", wait_s=20) for _ in range(24)
+            ]
+            until = time.monotonic() + 10
+            while scene.catalog._waiters.waiting < 24:
+                assert time.monotonic() < until
+                time.sleep(0.005)
+            for index in range(commits):
+                scene.fill(f"s-{index}", reward=1.0)
+            for index in range(24):
+                scene.fill(f"t-{index}", reward=9.0)
+            taken = [name for one in waiting for name in one.result(30)[1]]
+        assert sorted(taken) == sorted(f"t-{index}~0" for index in range(24))
+        assert looks < 24 * commits / 2, "not one look a waiter and commit"
 
     def test_an_empty_batch_when_time_is_over(self, scene: Scene) -> None:
         started = time.monotonic()

@@ -10,6 +10,7 @@ import pytest
 
 from arrow_tq.store.catalog import Catalog, CatalogConfig
 from arrow_tq.store.catalog.filesystem import refuse_network_filesystem
+from arrow_tq.store.catalog.schema import MIGRATIONS
 from arrow_tq_schemas import errors
 from arrow_tq_schemas.commands import (
     CloseGroup,
@@ -228,3 +229,23 @@ def test_the_catalog_is_what_the_package_exports() -> None:
 
     assert catalog.__all__ == ["Catalog", "CatalogConfig", "CatalogGauges", "ChunkPins"]
     assert catalog.Catalog is Catalog
+
+
+def test_a_file_of_an_older_version_becomes_the_current_one(tmp_path: Path) -> None:
+    path = tmp_path / "old.sqlite"
+    old = apsw.Connection(str(path))
+    for number, text in enumerate(MIGRATIONS[:2], 1):
+        old.execute(text)
+        old.execute(f"PRAGMA user_version = {number}")
+    old.execute("UPDATE state SET rev = 7")
+    old.execute("INSERT INTO runs VALUES (1, 'demo', 'process', 0, '[]', '[]', NULL, 1, 1)")
+    old.execute(
+        "INSERT INTO claims VALUES (1, 'c', 1, 'train', 'lineage', 3, 60, 9000000000000000, 'active', NULL,"
+        " 1)"
+    )
+    old.close()
+    scene = Scene(path)
+    (row,) = scene.rows("claims")
+    assert (row["claim_id"], row["segments"], row["state"], row["rev"]) == ("c", 3, "active", 7)
+    assert scene.rows("marks") == []
+    scene.catalog.close()

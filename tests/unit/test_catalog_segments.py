@@ -16,6 +16,7 @@ from arrow_tq_schemas.commands import (
     FinalizeSession,
     GetSegments,
     ListSegments,
+    Mark,
     UpdateSegments,
 )
 from arrow_tq_schemas.manifests import Manifest
@@ -261,9 +262,11 @@ class TestExpiry:
 
 class TestChanges:
     def test_each_change_is_seen_once(self, scene: Scene) -> None:
+        scene.catalog.execute(Mark(run="demo", epoch=0, name="m"))
         scene.fill("s", reward=0.5, note="x")
         scene.session("seen")
         scene.commit(scene.step("seen", "one", blobs=[scene.blob(b"png")]))
+        scene.claim(task="actor")
         seen = {}
         for table, schema in TABLES.items():
             rows, seen[table] = scene.catalog.changes(table, "demo", 0)

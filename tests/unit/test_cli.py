@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import arrow_tq
 from arrow_tq.cli.main import app
 from arrow_tq.cli.text import clip, printable, quote, size
+from arrow_tq.testing.scenes import fill, open_run
 from arrow_tq_schemas.errors import InvalidInput
 
 CHAT = {
@@ -77,7 +78,20 @@ def test_version_and_help() -> None:
     assert done.returncode == 0
     listed = done.stdout.split("Commands:")[1]
     names = [line.split()[0] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]
-    assert names == ["serve", "proxy", "demo", "import", "ls", "show", "sql", "stats", "bench"]
+    expected = [
+        "serve",
+        "proxy",
+        "demo",
+        "import",
+        "ls",
+        "show",
+        "sql",
+        "export",
+        "capacity",
+        "stats",
+        "bench",
+    ]
+    assert names == expected
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -267,3 +281,24 @@ def test_text_for_terminals() -> None:
     assert quote("it's") == "'it''s'"
     with pytest.raises(InvalidInput, match="not a text that SQL can hold"):
         quote("\ud800")
+
+
+def test_claims_and_marks(tmp_path: Path) -> None:
+    with arrow_tq.open(tmp_path / "store", capacity_bytes=256 << 20) as store:
+        run = open_run(store, "r")
+        fill(run, 3)
+        run.mark("step-1")
+        run.claim(1).release()
+        run.claim(2, lease_s=600)
+    where = ("--store", tmp_path / "store")
+    claims = rows(shown("ls", *where, "r", "--claims", "--format", "csv"))
+    assert [(row["state"], row["segments"]) for row in claims] == [("active", "2"), ("done", "1")]
+    assert claims[0]["lease_ends"]
+    assert not claims[1]["lease_ends"]
+    (mark,) = rows(shown("ls", *where, "r", "--marks", "--format", "csv"))
+    assert (mark["mark"], mark["status"], mark["kept_segments"]) == ("step-1", "live", "1")
+    values = {row["name"]: row["value"] for row in rows(shown("stats", *where, "--format", "csv"))}
+    assert (values["claims_active"], values["claimed_segments"], values["kept_segments"]) == ("1", "2", "1")
+    assert float(values["lease_ends_s"]) > 0
+    assert {"fill", "soft_mark", "oldest_unclaimed_s", "waiters"} <= values.keys()
+    assert CliRunner().invoke(app, ["ls", "--store", "x", "r", "--claims", "--marks"]).exit_code == 2

@@ -15,6 +15,8 @@ from arrow_tq.store.catalog import (
     discards,
     late_fields,
     leases,
+    marks,
+    records,
     runs as run_rows,
     segments,
     sessions,
@@ -31,6 +33,7 @@ from arrow_tq.store.catalog.database import Readers, checkpoint, open_checkpoint
 from arrow_tq.store.catalog.expiry import expire_all, something_is_due
 from arrow_tq.store.catalog.finalize import compose_session, store_segments
 from arrow_tq.store.catalog.gauges import read_gauges
+from arrow_tq.store.catalog.keeping import Keeping
 from arrow_tq.store.catalog.late_values import prepare_values, store_values
 from arrow_tq.store.catalog.paths import TokenPath, TokenPaths
 from arrow_tq.store.catalog.requests import answered, once
@@ -51,8 +54,11 @@ from arrow_tq_schemas.commands import (
     Empty,
     FinalizeSession,
     FindBlob,
+    GetClaim,
     GetSegments,
+    GetSession,
     ListSegments,
+    Mark,
     Mutation,
     OpenRun,
     OpenSession,
@@ -60,6 +66,7 @@ from arrow_tq_schemas.commands import (
     ReleaseClaim,
     RenewClaim,
     Reply,
+    Rewind,
     RunInfo,
     SetPolicyVersion,
     StepCommit,
@@ -104,6 +111,8 @@ class Catalog:
         self._writer_runs = WriterRuns()
         self._paths = TokenPaths(config.paths_cached_max, config.path_spans_cached_max)
         self._claiming = Claiming(self._readers, self._runs, self._writer_runs, self._waiters, self._mutate)
+        self.keeping = Keeping(self._readers, self._run)
+        """What marks keep of what was released."""
         self._upkeep = threading.Lock()
         self._commits = 0
         self._gauges: tuple[float, CatalogGauges] | None = None
@@ -131,8 +140,12 @@ class Catalog:
             return self._get_segments(command)
         if isinstance(command, ListSegments):
             return self._list_segments(command)
+        if isinstance(command, GetSession | GetClaim):
+            run = self._runs.get(command.run)
+            with self._readers.snapshot() as connection:
+                return records.answer(connection, run, command)
         if isinstance(command, Claim):
-            return self._claim(command)
+            return self.claim(command)
         if isinstance(command, FinalizeSession):
             return Reply(body=self._finalize(command))
         if isinstance(command, FindBlob):
@@ -144,6 +157,8 @@ class Catalog:
         if isinstance(command, OpenRun) and command.durability == "disk":
             self._writer.require_full_sync()
         body = self._mutate(once(command, self._operation(command)))
+        if isinstance(command, Mark):
+            self.keeping.free_spent()
         if isinstance(command, AttachClaim):
             return Reply(body=body, blobs=[self._claim_table(command.run, command.claim_id)])
         return Reply(body=body)
@@ -173,15 +188,23 @@ class Catalog:
             return lambda change: leases.release(change, runs, command)
         if isinstance(command, UpdateSegments):
             return lambda change: segments.update_segments(change, runs, command)
+        if isinstance(command, Mark):
+            return lambda change: marks.mark(change, runs, command, self._config.keep_marks)
+        if isinstance(command, Rewind):
+            return lambda change: marks.rewind(change, runs, self._runs, command)
         if isinstance(command, Discard):
             clause = self._clause(command.run, command.where)
             return lambda change: discards.discard(change, runs, command, clause)
         raise Unsupported(f"the catalog does not answer {command.verb!r}")
 
-    def _claim(self, command: Claim) -> Reply:
-        info = self._claiming.claim(command)
+    def claim(self, command: Claim, is_gone: Callable[[], bool] = lambda: False) -> Reply:
+        """Answer a claim; nothing is taken for a claimer that ``is_gone`` after it waited."""
+        info = self._claiming.claim(command, is_gone)
         ipc = self._claim_table(command.run, info.claim_id)
+        if not info.segments:
+            return Reply(body=info, blobs=[ipc])
         self._run(keep_table(info.claim_id, ipc))
+        # Again: where a retry of this call kept it first, that one counts.
         return Reply(body=info, blobs=[self._claim_table(command.run, info.claim_id)])
 
     def _finalize(self, command: FinalizeSession) -> Wire:
@@ -330,14 +353,20 @@ class Catalog:
 
     def maintain(self) -> None:
         """Expire what time has ended, and checkpoint the log. To be called about once a second."""
+        lives = self._config.request_ttl_s, self._config.keep_released_s
         with self._upkeep:
             if self._closed:
                 return
             with self._readers.snapshot() as connection:
-                due = something_is_due(connection, self._config.request_ttl_s)
+                due = something_is_due(connection, *lives)
             if due:
-                self._run(lambda change: expire_all(change, self._config.request_ttl_s))
+                self._run(lambda change: expire_all(change, *lives))
+            self.keeping.free_spent()
             checkpoint(self._checkpointer)
+
+    def grant_grace(self) -> None:
+        """Claimers that could not renew while the store was closed get half a lease to do so."""
+        self._run(leases.grant_grace)
 
     def close(self) -> None:
         """Finish what is queued and close the file. Idempotent."""

@@ -59,6 +59,17 @@ _SELECTS: dict[str, tuple[str, Mapping[str, str], str, str]] = {
         + " JOIN steps ON steps.id = step_blobs.step JOIN blobs ON blobs.id = step_blobs.blob",
         "NULL",
     ),
+    "claims": (
+        "claims",
+        {
+            "run": "runs.run",
+            "released_ranks": "(SELECT count(*) FROM claim_ranks WHERE claim_ranks.claim = claims.id)",
+        },
+        # Those that took nothing are deleted in time, and no row that was shown ever is.
+        _RUN.format(table="claims") + " AND claims.segments > 0",
+        "NULL",
+    ),
+    "marks": ("marks", {"run": "runs.run"}, _RUN.format(table="marks"), "NULL"),
 }
 """By table: its SQL name, expressions that are not columns of it, joins, and its user columns."""
 

@@ -10,9 +10,9 @@ from typing import Any
 import apsw
 
 from arrow_tq.calls import write_table
-from arrow_tq.store.catalog.chunk_rows import drop_holds
 from arrow_tq.store.catalog.columns import read_kinds
 from arrow_tq.store.catalog.database import row_list
+from arrow_tq.store.catalog.kept import give_up
 from arrow_tq.store.catalog.other_views import give_up_other_views
 from arrow_tq.store.catalog.runs import RunRecord, WriterRuns
 from arrow_tq.store.catalog.segment_rows import segment_table
@@ -21,6 +21,8 @@ from arrow_tq_schemas.commands import Claim, ClaimInfo, View
 from arrow_tq_schemas.errors import ClaimGone, Conflict, LimitTooSmall
 
 ACTIVE = "active"
+GONE = ("expired", "rewound")
+REWOUND = "rewound"
 _STATUS = (
     "UPDATE segments SET updated_at = ?, rev = ?, status = (SELECT CASE"
     " WHEN sum(state = 'claimed') > 0 THEN 'claimed' WHEN sum(state <> 'done') = 0 THEN 'done'"
@@ -59,16 +61,22 @@ def take(
 
     Raises:
         Again: one of them is not ready any more.
+        StaleEpoch: the claimer is from before a rewind, or another advance of the epoch.
     """
 
     def apply(change: Change) -> ClaimInfo:
         run = runs.get(change, command.run)
+        if command.epoch is not None:
+            run.check_epoch(command.epoch)
         claim_id = uuid.uuid4().hex
         expires_at = change.now_us + int(command.lease_s * 1e6)
         change.execute(
-            "INSERT INTO claims (claim_id, run, task, view, segments, lease_s, expires_at, state, created_at)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, 'active', ?)",
-            (claim_id, run.id, task, view, len(rows), command.lease_s, expires_at, change.now_us),
+            "INSERT INTO claims (claim_id, run, task, view, segments, lease_s, expires_at, state, created_at,"
+            " rev) VALUES (?, ?, ?, ?, ?, ?, ?, 'active', ?, ?)",
+            (
+                *(claim_id, run.id, task, view, len(rows), command.lease_s, expires_at),
+                *(change.now_us, change.rev),
+            ),
         )
         claim = change.connection.last_insert_rowid()
         change.execute(
@@ -94,15 +102,16 @@ def rows_like(
     """View and segments of another claim, for ``task`` to take; those discarded since are left out.
 
     Raises:
-        ClaimGone: there is no such claim, or its lease expired.
+        ClaimGone: there is no such claim, its lease expired, or the run was rewound since.
         Conflict: a segment is not ready for the task; names it.
         LimitTooSmall: it has more segments than ``limit``.
     """
     found: Any = connection.execute(
         "SELECT id, view, state FROM claims WHERE run = ? AND claim_id = ?", (run.id, like)
     ).fetchone()
-    if found is None or found[2] == "expired":
-        raise ClaimGone(f"run {run.name!r} has no claim {like}, or it expired", claim_id=like)
+    if found is None or found[2] in GONE:
+        state = "" if found is None else f": it is {found[2]}"
+        raise ClaimGone(f"run {run.name!r} has no claim {like} any more{state}", claim_id=like)
     rows: list[Any] = connection.execute(
         "SELECT segments.id, segments.segment_id, segment_tasks.state FROM claim_segments "
         "JOIN segments ON segments.id = claim_segments.segment "
@@ -147,9 +156,13 @@ def get_claim(change: Change, run: RunRecord, claim_id: str) -> ClaimRow:
     return ClaimRow(*parts)
 
 
-def finish(change: Change, claim: ClaimRow) -> int:
-    """The claim's segments are done for its task: free what nobody else holds. Says how many they were."""
-    drop_holds(change, "segment_tasks.claim = ? AND segment_tasks.state = 'claimed'", (claim.id,))
+def finish(change: Change, run: RunRecord, claim: ClaimRow) -> int:
+    """The claim's segments are done for its task: free what nobody else holds. Says how many they were.
+
+    What is released since the run's newest mark is kept instead, for a rewind to it.
+    """
+    pairs = "segment_tasks.claim = ? AND segment_tasks.state = 'claimed'"
+    give_up(change, run.id, pairs, (claim.id,))
     change.execute(
         "UPDATE segment_tasks SET state = 'done' WHERE claim = ? AND state = 'claimed'", (claim.id,)
     )
@@ -200,6 +213,6 @@ def claim_table(connection: apsw.Connection, run: RunRecord, claim_id: str) -> b
 
 
 def _close(change: Change, claim: int, state: str) -> None:
-    change.execute("UPDATE claims SET state = ? WHERE id = ?", (state, claim))
+    change.execute("UPDATE claims SET state = ?, rev = ? WHERE id = ?", (state, change.rev, claim))
     change.execute("DELETE FROM claim_tables WHERE claim = ?", (claim,))
     change.execute(_STATUS, (change.now_us, change.rev, claim))

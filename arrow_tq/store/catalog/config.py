@@ -29,6 +29,8 @@ class CatalogConfig:
         wal_bytes_max: size of the write-ahead log from which a commit itself checkpoints it.
         gauges_ttl_s: age at which gauges are counted again.
         blob_bytes_max: size of one blob at most.
+        keep_marks: how many marks of a run back what was released since is kept for a rewind; 0: none.
+        keep_released_s: how long that is kept at most.
     """
 
     path: Path
@@ -43,12 +45,16 @@ class CatalogConfig:
     wal_bytes_max: int = 64 << 20
     gauges_ttl_s: float = 0.25
     blob_bytes_max: int = 64 << 20
+    keep_marks: int = 1
+    keep_released_s: float = 86_400.0
 
     def __post_init__(self) -> None:
         for slot in dataclass_fields(self):
             value = getattr(self, slot.name)
-            if slot.name != "path" and value <= 0:
+            if slot.name not in ("path", "keep_marks") and value <= 0:
                 raise InvalidInput(f"{slot.name} {value}: expected more than 0")
+        if self.keep_marks < 0:
+            raise InvalidInput(f"keep_marks {self.keep_marks}: expected 0 or more")
 
 
 class ChunkPins(Protocol):
@@ -82,3 +88,15 @@ class CatalogGauges:
     """Segments discarded, and sessions that ended without segments, since the store was made."""
     commits: int
     """Steps committed since this catalog was opened."""
+    claims_active: int
+    """Claims under a lease that hold segments."""
+    claimed_segments: int
+    """Pairs of segment and task under those claims."""
+    lease_ends_s: float
+    """Seconds until the first of their leases ends, unless it is renewed; 0 where there is none."""
+    claims_by_end: dict[str, int]
+    """Claims with segments that ended, by how: done, expired, rewound."""
+    marks_live: int
+    """Marks that a run can be rewound to."""
+    kept_segments: int
+    """Pairs of segment and task that were released and are kept for a rewind."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from arrow_tq.store.catalog.chunk_rows import drop_holds, release_unheld
 from arrow_tq.store.catalog.database import row_list
+from arrow_tq.store.catalog.kept import forget_segments
 from arrow_tq.store.catalog.other_views import give_up_other_views
 from arrow_tq.store.catalog.runs import WriterRuns
 from arrow_tq.store.catalog.segment_names import Named, resolve_names
@@ -82,6 +83,7 @@ def discard_segments(change: Change, rows: Sequence[int], reason: str) -> int:
     chosen = row_list(live)
     pairs = "segment_tasks.segment IN (SELECT value FROM json_each(?)) AND segment_tasks.state <> 'done'"
     drop_holds(change, pairs, (chosen,))
+    forget_segments(change, live)
     change.execute(f"UPDATE segment_tasks SET state = 'discarded' WHERE {pairs}", (chosen,))
     change.execute(
         "UPDATE segments SET status = 'discarded', reason = ?, updated_at = ?, rev = ? "

@@ -8,6 +8,7 @@ from typing import Any
 import apsw
 
 from arrow_tq.store.catalog.discards import discard_segments, end_session
+from arrow_tq.store.catalog.kept import expire_kept, kept_is_due
 from arrow_tq.store.catalog.leases import expire_claims
 from arrow_tq.store.catalog.requests import prune
 from arrow_tq.store.catalog.sessions import OPEN, SESSION_COLUMNS, SessionRow
@@ -22,7 +23,7 @@ def leases_are_due(connection: apsw.Connection) -> bool:
     return _any(connection, "SELECT 1 FROM claims WHERE state = 'active' AND expires_at <= ?", _now_us())
 
 
-def something_is_due(connection: apsw.Connection, request_ttl_s: float) -> bool:
+def something_is_due(connection: apsw.Connection, request_ttl_s: float, keep_released_s: float) -> bool:
     """Whether ``expire_all`` would change anything: a quiet store makes no transactions."""
     now_us = _now_us()
     before = now_us - int(request_ttl_s * 1e6)
@@ -30,11 +31,13 @@ def something_is_due(connection: apsw.Connection, request_ttl_s: float) -> bool:
         leases_are_due(connection)
         or _any(connection, "SELECT 1 FROM sessions WHERE expires_at IS NOT NULL AND expires_at <= ?", now_us)
         or _any(connection, "SELECT 1 FROM requests WHERE created_at < ?", before)
+        or kept_is_due(connection, now_us - int(keep_released_s * 1e6))
     )
 
 
-def expire_all(change: Change, request_ttl_s: float) -> None:
+def expire_all(change: Change, request_ttl_s: float, keep_released_s: float) -> None:
     expire_claims(change)
+    expire_kept(change, keep_released_s)
     expire_sessions(change)
     prune(change, request_ttl_s)
 

@@ -22,4 +22,28 @@ def read_gauges(connection: apsw.Connection, waiters: int, commits: int) -> Cata
     age_s = 0.0 if created_us is None else max(0.0, time.time() - created_us / 1e6)
     discarded: Any = connection.execute("SELECT reason, count FROM discards ORDER BY reason")
     reasons: dict[str, int] = dict(discarded)
-    return CatalogGauges(open_sessions, unclaimed, age_s, waiters, reasons, commits)
+    active: Any = connection.execute(
+        "SELECT count(*), coalesce(sum(segments), 0), min(expires_at) FROM claims "
+        "WHERE state = 'active' AND segments > 0"
+    ).fetchone()
+    claims, claimed, first_us = active
+    ended: Any = connection.execute(
+        "SELECT state, count(*) FROM claims WHERE state <> 'active' AND segments > 0 GROUP BY state"
+    )
+    marks: Any = connection.execute(
+        "SELECT count(*), coalesce(sum(kept_segments), 0) FROM marks WHERE status = 'live'"
+    ).fetchone()
+    return CatalogGauges(
+        open_sessions=open_sessions,
+        unclaimed_segments=unclaimed,
+        oldest_unclaimed_s=age_s,
+        waiters=waiters,
+        discarded_by_reason=reasons,
+        commits=commits,
+        claims_active=claims,
+        claimed_segments=claimed,
+        lease_ends_s=0.0 if first_us is None else max(0.0, first_us / 1e6 - time.time()),
+        claims_by_end=dict(ended),
+        marks_live=marks[0],
+        kept_segments=marks[1],
+    )

@@ -10,8 +10,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from arrow_tq.store.catalog.chunk_rows import drop_holds
 from arrow_tq.store.catalog.database import row_list
+from arrow_tq.store.catalog.kept import PAIRS, give_up
 from arrow_tq.store.catalog.writer import Change
 
 REASON = "trained in another view"
@@ -36,10 +36,6 @@ _UNCLAIMED = """
             JOIN segment_tasks AS owed ON owed.segment = rest.id AND owed.task = pair.task
             WHERE rest.session = trained.session AND rest.view = trained.view
             AND owed.state IN ('ready', 'claimed')))"""
-_PAIRS = (
-    "(segment_tasks.segment, segment_tasks.task) IN "
-    "(SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]') FROM json_each(?))"
-)
 
 
 def give_up_other_views(change: Change, segments: Sequence[int]) -> None:
@@ -51,8 +47,9 @@ def give_up_other_views(change: Change, segments: Sequence[int]) -> None:
     if not pairs:
         return
     chosen = json.dumps(pairs)
-    drop_holds(change, _PAIRS, (chosen,))
-    change.execute(f"UPDATE segment_tasks SET state = 'done' WHERE {_PAIRS}", (chosen,))
+    run = change.execute("SELECT run FROM segments WHERE id = ?", (pairs[0][0],)).get
+    give_up(change, run, PAIRS, (chosen,))
+    change.execute(f"UPDATE segment_tasks SET state = 'done' WHERE {PAIRS}", (chosen,))
     change.execute(
         "UPDATE segments SET status = 'done', reason = ?, updated_at = ?, rev = ? "
         "WHERE id IN (SELECT value FROM json_each(?)) AND status = 'ready' AND NOT EXISTS "

@@ -180,6 +180,8 @@ def set_policy_version(
     )
     runs.touched(change, command.run)
     change.after.append(committed.forget)
+    # It may be an older version again: what was too stale may not be any more.
+    change.wakes = True
     return Done(count=1)
 
 

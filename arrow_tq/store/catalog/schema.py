@@ -177,7 +177,33 @@ CREATE TABLE late_values (
 """
 """Fields that were added to a run, and who put which of them for a segment."""
 
-MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _BLOBS, _LATE_VALUES)
+_MARKS = """
+ALTER TABLE claims ADD COLUMN rev INTEGER NOT NULL DEFAULT 0;
+UPDATE claims SET rev = (SELECT rev FROM state);
+CREATE INDEX claims_rev ON claims (rev);
+CREATE INDEX claims_run ON claims (run) WHERE state = 'active';
+CREATE INDEX claims_ended ON claims (state) WHERE segments > 0;
+
+CREATE TABLE marks (
+    id INTEGER PRIMARY KEY, run INTEGER NOT NULL, mark TEXT NOT NULL, epoch INTEGER NOT NULL,
+    policy_version TEXT, status TEXT NOT NULL, reason TEXT, keeps INTEGER NOT NULL,
+    kept_segments INTEGER NOT NULL, at_rev INTEGER NOT NULL, created_at INTEGER NOT NULL,
+    updated_at INTEGER NOT NULL, rev INTEGER NOT NULL
+) STRICT;
+CREATE INDEX marks_rev ON marks (rev);
+CREATE UNIQUE INDEX marks_name ON marks (run, mark) WHERE status <> 'rewound';
+CREATE INDEX marks_live ON marks (run, id) WHERE status = 'live';
+
+CREATE TABLE kept (
+    segment INTEGER NOT NULL, task TEXT NOT NULL, run INTEGER NOT NULL, mark INTEGER NOT NULL,
+    kept_at INTEGER NOT NULL, PRIMARY KEY (segment, task)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX kept_run ON kept (run, mark);
+CREATE INDEX kept_at ON kept (kept_at);
+"""
+"""Checkpoints: marks, and what was released since; claims are shown as a table."""
+
+MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _BLOBS, _LATE_VALUES, _MARKS)
 """Element n takes a file from ``user_version`` n to n + 1. Never edited once released."""
 
 

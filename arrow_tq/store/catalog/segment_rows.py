@@ -59,8 +59,13 @@ def segment_table(connection: apsw.Connection, ids: Sequence[int], user: Mapping
     ]
     extra = [{} if row[0] == "{}" else json.loads(row[0]) for row in rows]
     arrays += [typed([row.get(name) for row in extra], kind) for name, kind in user.items()]
-    schema = pa.schema([*SEGMENTS, *(pa.field(name, _ARROW[kind]) for name, kind in user.items())])
+    schema = pa.schema([*SEGMENTS, *(_user_field(name, kind) for name, kind in user.items())])
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _user_field(name: str, kind: str) -> pa.Field:
+    """JSON is text to Arrow: its kind is said beside it."""
+    return pa.field(name, _ARROW[kind], metadata={"arrow_tq.kind": "json"} if kind == "json" else None)
 
 
 def typed(values: Sequence[object], kind: str) -> pa.Array:

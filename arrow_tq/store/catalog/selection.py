@@ -55,7 +55,11 @@ class Wish:
 
 
 def make_wish(connection: apsw.Connection, run: RunRecord, command: Claim) -> Wish:
-    """Raises ``InvalidQuery`` for ``where`` and ``order_by``, ``InvalidInput`` for the rest."""
+    """Raises ``InvalidQuery`` for ``where`` and ``order_by``, ``StaleEpoch`` for a claimer from before a
+    rewind, ``InvalidInput`` for the rest.
+    """
+    if command.epoch is not None:
+        run.check_epoch(command.epoch)
     kinds = read_kinds(connection, "segments", run.id)
     if command.group_size is not None and command.unit == "segment":
         raise InvalidInput("group_size asks for whole groups, unit='segment' for parts of them: give one")
@@ -90,10 +94,11 @@ def choose(connection: apsw.Connection, wish: Wish) -> list[int]:
     """
     stale, ordinal = _stale(connection, wish)
     sql, values = wish.clause
-    order = wish.order_by or "segments.id"
+    # In finalize order the index of ready segments gives the rows as they are needed: nothing is sorted.
+    order = "segment_tasks.segment" if wish.order_by is None else f"{wish.order_by}, segments.id"
     ready: Any = connection.execute(
         f"SELECT segments.id, segments.session, segments.group_id, segments.segment_index {_READY} {sql} "
-        f"AND NOT {stale} ORDER BY {order}, segments.id",
+        f"AND NOT {stale} ORDER BY {order}",
         (*wish.scope, *values, *ordinal),
     )
     with closing(ready):
@@ -104,7 +109,8 @@ def choose(connection: apsw.Connection, wish: Wish) -> list[int]:
 
 def _take_units(connection: apsw.Connection, wish: Wish, ready: Any) -> list[int]:
     taken: list[int] = []
-    for unit, rows in _units(ready, wish):
+    streams = wish.unit == "group" and wish.order_by is None
+    for unit, rows in _groups(connection, ready, wish) if streams else _units(ready, wish):
         if not _is_whole(connection, wish, unit, len(rows)):
             continue
         if len(taken) + len(rows) > wish.limit:
@@ -147,6 +153,30 @@ def _stale(connection: apsw.Connection, wish: Wish) -> tuple[str, tuple[int, ...
         return "0", ()
     oldest = current_ordinal(connection, wish.run.id) - wish.max_staleness
     return "coalesce(segments.oldest_version < ?, 0)", (max(oldest, -1),)
+
+
+def _groups(
+    connection: apsw.Connection, ready: Iterable[tuple[int, int, str | None, int]], wish: Wish
+) -> Iterable[tuple[object, list[int]]]:
+    """Groups with their ready segments in finalize order. Each is looked up when it is reached: a claim reads
+    as many segments as it passes, not all that are ready.
+    """
+    stale, ordinal = _stale(connection, wish)
+    sql, values = wish.clause
+    query = (
+        "SELECT segments.id, segments.session, segments.segment_index FROM segments "
+        "JOIN segment_tasks ON segment_tasks.segment = segments.id "
+        "WHERE segments.run = ? AND segments.group_id = ? AND segment_tasks.task = ? "
+        f"AND segment_tasks.view = ? AND segment_tasks.state = 'ready' AND {sql} AND NOT {stale} "
+        "ORDER BY segments.id"
+    )
+    reached: set[str] = set()
+    for _, _, group, _ in ready:
+        if group is None or group in reached:
+            continue
+        reached.add(group)
+        found = connection.execute(query, (wish.run.id, group, wish.task, wish.view, *values, *ordinal))
+        yield group, _sorted([(session, index, row) for row, session, index in found])
 
 
 def _units(

@@ -4,6 +4,7 @@ Every test looks at the reply *and* at what the store holds afterwards.
 """
 
 from arrow_tq.testing.conformance.blobs import BlobConformance
+from arrow_tq.testing.conformance.checkpoints import CheckpointConformance
 from arrow_tq.testing.conformance.claims import ClaimConformance
 from arrow_tq.testing.conformance.concurrency import ConcurrencyConformance
 from arrow_tq.testing.conformance.late_values import LateValueConformance
@@ -26,6 +27,7 @@ class StoreConformance(
     ClaimConformance,
     TrainerConformance,
     LateValueConformance,
+    CheckpointConformance,
     PeopleConformance,
     ConcurrencyConformance,
     WritingConformance,
