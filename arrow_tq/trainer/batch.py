@@ -18,7 +18,7 @@ from arrow_tq.trainer.fetch import check_tokens, chosen_layers, fetch, item_shap
 from arrow_tq.trainer.handles import segment_handles
 from arrow_tq.trainer.late import put_values
 from arrow_tq.trainer.lease import LeaseKeeper
-from arrow_tq.trainer.micro import MicroBatch
+from arrow_tq.trainer.micro import MicroBatch as MicroBatch
 from arrow_tq.trainer.packing import PlanPolicy, pack
 from arrow_tq.trainer.plan import Plan
 from arrow_tq.trainer.prefetch import AHEAD_BYTES, Prefetch

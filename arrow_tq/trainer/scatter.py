@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arrow_tq.backend import Backend, Read, Rows
-from arrow_tq.trainer.gather import Block, Cursor, Gather, Run
+from arrow_tq.trainer.gather import Block, Cursor, Gather, Placement as Placement, Run
 from arrow_tq_schemas.errors import ChunkLost, Hole
 from arrow_tq_schemas.fields import Field
 
@@ -24,14 +24,14 @@ class GroupPart:
     group: int
     layers: tuple[int, ...] | None
     """Indices inside the group; None: all of them."""
-    places: tuple[int, ...] | None
-    """Where they go on the layer axis of the answer; None: the whole item."""
+    places: tuple[int, ...]
+    """Where they go on the layer axis of the answer; empty: the whole item."""
 
 
 def group_parts(field: Field, layers: Sequence[int] | None) -> list[GroupPart]:
     """Which layers of which groups make an answer of these global layer ids (None: all)."""
     if field.layer_axis is None:
-        return [GroupPart(0, None, None)]
+        return [GroupPart(0, None, ())]
     wanted = field.layer_ids if layers is None else tuple(layers)
     assert wanted is not None
     field.layer_index(wanted)
@@ -45,20 +45,27 @@ def group_parts(field: Field, layers: Sequence[int] | None) -> list[GroupPart]:
             continue
         inside = tuple(index for _, index in chosen)
         whole = inside == tuple(range(len(ids)))
-        places = None if len(chosen) == len(wanted) else tuple(out for out, _ in chosen)
+        places = () if len(chosen) == len(wanted) else tuple(out for out, _ in chosen)
         parts.append(GroupPart(group, None if whole else inside, places))
     return parts
 
 
 def scatter(
-    backend: Backend, run: str, field: Field, part: GroupPart, gather: Gather, out: Array, wait_s: float = 0.0
+    backend: Backend,
+    run: str,
+    field: Field,
+    part: GroupPart,
+    wanted: Placement | Gather,
+    out: Array,
+    wait_s: float = 0.0,
 ) -> None:
-    """Read a gather's rows of one group into ``out`` (``[rows, *item]``), each row of a chunk once.
+    """Read the wanted rows of one group into ``out`` (``[rows, *item]``), each row of a chunk once.
 
     Raises:
         Hole: a null row of a field without ``pad``; names the position.
         ChunkLost: the answer was shorter or longer than asked.
     """
+    gather = wanted if isinstance(wanted, Gather) else Gather.of(wanted)
     request = Read(run, field, part.group, part.layers, gather.spans, wait_s)
     target = _Target(field, part.places, out)
     cursor = Cursor(gather)
@@ -91,11 +98,11 @@ def convert(field: Field, values: Array, dtype: np.dtype[np.generic]) -> Array:
 class _Target:
     """The buffer, and where on its layer axis rows go."""
 
-    def __init__(self, field: Field, places: tuple[int, ...] | None, out: Array) -> None:
+    def __init__(self, field: Field, places: tuple[int, ...], out: Array) -> None:
         self._places = places
         self._out = out
         self._columns: Index = ()
-        if places is not None:
+        if places:
             assert field.layer_axis is not None
             self._columns = (*(slice(None),) * field.layer_axis, _as_slice(places))
 
@@ -110,7 +117,6 @@ class _Target:
         if not self._columns or isinstance(self._columns[-1], slice):
             self._out[(places, *self._columns)] = values[sources]
             return
-        assert self._places is not None
         before = self._columns[:-1]
         for index, layer in enumerate(self._places):
             self._out[(places, *before, layer)] = values[(sources, *before, index)]

@@ -12,8 +12,7 @@ import pyarrow as pa
 
 from arrow_tq.calls import read_table
 from arrow_tq.intervals import bounded, clip, domain_ranges, gaps, restrict
-from arrow_tq.trainer.gather import Gather, Placement
-from arrow_tq.trainer.scatter import GroupPart, scatter
+from arrow_tq.trainer.scatter import GroupPart, Placement, scatter
 from arrow_tq_schemas.chunks import to_array
 from arrow_tq_schemas.commands import GetSegments, View
 from arrow_tq_schemas.errors import Hole, InvalidInput
@@ -91,7 +90,7 @@ def segment_answer(
     chosen = pieces(manifests(engine, ticket.run, ticket.segment_ids), field, ticket.start, ticket.end)
     for piece in chosen:
         _refuse_holes(field, piece)
-    part = GroupPart(ticket.group, layers, None)
+    part = GroupPart(ticket.group, layers, ())
     shape = item_shape(field, ticket.group, layers)
     row_bytes = math.prod(shape) * field.type.numpy.itemsize
     rows_max = max(1, message_bytes // row_bytes)
@@ -146,7 +145,7 @@ def _fill(
         offset += piece.rows
     joined = np.concatenate(spans).astype(SPAN_DTYPE, copy=False)
     if len(joined):
-        scatter(engine, run, field, part, Gather.of(Placement(joined, np.concatenate(places))), values)
+        scatter(engine, run, field, part, Placement(joined, np.concatenate(places)), values)
 
 
 def _labels(window: Sequence[Piece]) -> list[pa.Array]:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -170,6 +171,14 @@ def test_a_fault_of_ours_is_one_line_too(place: Path) -> None:
     assert "Traceback" in shown.stderr
 
 
+def wait_until_idle(pid: int, idle_s: float = 1.0) -> None:
+    """Return once the process has used no processor time for so long: it waits for something."""
+    process, spent = psutil.Process(pid), -1.0
+    while (now := sum(process.cpu_times()[:2])) != spent or now == 0.0:
+        spent = now
+        time.sleep(idle_s)
+
+
 def test_ctrl_c_is_130_and_quiet(place: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "arrow_tq.cli", "sql", "--store", str(place), "-"],
@@ -180,7 +189,7 @@ def test_ctrl_c_is_130_and_quiet(place: Path) -> None:
     )
     with process:
         # It reads its query from stdin, which never ends.
-        time.sleep(1.5)
+        wait_until_idle(process.pid)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (130, "")

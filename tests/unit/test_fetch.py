@@ -18,8 +18,8 @@ from arrow_tq.interface import Store
 from arrow_tq.runs import Run
 from arrow_tq.testing.rollouts import LAYER_IDS
 from arrow_tq.testing.scenes import fill, open_run
+from arrow_tq.trainer import PlanPolicy
 from arrow_tq.trainer.fetch import Reading, run_all
-from arrow_tq.trainer.packing import PlanPolicy
 from arrow_tq_schemas import handles
 from arrow_tq_schemas.spans import to_spans
 
