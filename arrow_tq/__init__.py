@@ -9,8 +9,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arrow_tq_schemas.blobs import BlobRef
-
 from arrow_tq_schemas import errors, presets as fields
 from arrow_tq_schemas.blobs import BlobRef
 from arrow_tq_schemas.fields import Field, Task

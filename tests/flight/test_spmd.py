@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import arrow_tq
 from arrow_tq import errors, fields
+from arrow_tq.client import ClientOptions
 from arrow_tq.interface import Store
 from arrow_tq.tensors import PlannedMicros, Source
 from arrow_tq.testing.rollouts import declared_fields
@@ -25,10 +26,17 @@ from tests.serving import Server
 WORLD = 4
 
 
+@pytest.fixture
+def store(server: Server) -> Iterator[Store]:
+    """A store that waits long for its connection to be let go: a busy machine forks slowly."""
+    with arrow_tq.connect(server.url, options=ClientOptions(fork_wait_s=30.0)) as store:
+        yield store
+
+
 def test_four_ranks_plan_alike_and_resolve_what_they_moved(
-    server: Server, remote: Store, tmp_path: Path
+    server: Server, store: Store, tmp_path: Path
 ) -> None:
-    run = remote.run(spmd_rank.RUN, fields=[*declared_fields(), fields.logprobs("old")])
+    run = store.run(spmd_rank.RUN, fields=[*declared_fields(), fields.logprobs("old")])
     kept = fill(run, spmd_rank.SEGMENTS)
     ranks = [
         subprocess.Popen(
@@ -67,9 +75,9 @@ def test_four_ranks_plan_alike_and_resolve_what_they_moved(
 
 @pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1), (None, 0)])
 def test_loader_workers_share_a_plan(
-    server: Server, remote: Store, new_name: Callable[[], str], method: str | None, workers: int
+    server: Server, store: Store, new_name: Callable[[], str], method: str | None, workers: int
 ) -> None:
-    run = remote.run(new_name(), fields=declared_fields())
+    run = store.run(new_name(), fields=declared_fields())
     kept = fill(run, 6)
     batch = run.attach(run.claim(6).ref, rank=0, world=1)
     plan = batch.plan(max_tokens=100, seed=3)

@@ -11,7 +11,7 @@ from arrow_tq.interface import Store
 from arrow_tq.testing.layouts import pad_multiple, zigzag
 from arrow_tq.testing.rollouts import LAYER_IDS, make_rollout, write_rollout
 from arrow_tq.testing.scenes import fill, open_run, wait_until
-from arrow_tq.trainer import PlanPolicy, errors, fields
+from arrow_tq.trainer import PlanPolicy
 
 
 class TrainerConformance:
