@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from arrow_tq_schemas.errors import Conflict, InvalidInput
 
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 
 PREDICTION_CLASSES = "MultiTokenPrediction"
 """Modules of classes named so predict tokens further ahead; rollout engines send no routing for them."""
-
-
-class Replay(Protocol):
-    """What a framework keeps on a router; its methods are the framework's own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +36,7 @@ class LiveRouter:
     chunk: int
     path: str
     module: nn.Module
-    replay: Replay
+    replay: object
 
 
 def live_routers(chunks: Sequence[nn.Module], attribute: str) -> list[LiveRouter]:

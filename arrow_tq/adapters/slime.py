@@ -80,10 +80,11 @@ def fill_samples(
     chosen = list(range(len(samples))) if rows is None else [int(row) for row in rows]
     if len(chosen) != len(samples):
         raise InvalidInput(f"{len(samples)} samples, {len(chosen)} rows")
-    batch.fetch([logprobs], rows=chosen, expect_tokens=[np.asarray(one.tokens) for one in samples])
+    tokens = [np.asarray(one.tokens) for one in samples]
+    filled = sample_values(batch, chosen, logprobs, expect_tokens=tokens)
     shape = batch.run.field(routing).shape if switch.has_routing else (0, 0)
     pointer = BatchPointer.of(batch)
-    for sample, row, values in zip(samples, chosen, sample_values(batch, chosen, logprobs), strict=True):
+    for sample, row, values in zip(samples, chosen, filled, strict=True):
         if values.response_length != sample.response_length:
             raise RowCountMismatch(
                 f"segment {batch.segment_ids[row]!r}: its response has {values.response_length} tokens, the "
@@ -96,10 +97,8 @@ def fill_samples(
         if not sample.weight_versions:
             sample.weight_versions = list(values.versions)
         if switch.has_routing:
-            tokens = len(values.tokens)
-            sample.rollout_routed_experts = RoutedExpertsRef(
-                pointer, row, (tokens - 1, shape[0], shape[1]), routing
-            )
+            rows_shape = (len(values.tokens) - 1, shape[0], shape[1])
+            sample.rollout_routed_experts = RoutedExpertsRef(pointer, row, rows_shape, routing)
 
 
 def train_fields(

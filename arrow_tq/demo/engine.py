@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 import arrow_tq
-from arrow_tq.demo.model import RecordedModel
+from arrow_tq.demo.model import RecordedModel, import_libraries
 from arrow_tq.demo.rollouts import Rollout, RolloutPlan, rollouts
 from arrow_tq.runs import Run
 from arrow_tq_schemas.errors import ArrowTQError
@@ -60,6 +60,8 @@ class Engine:
     """Generates rounds of rollouts and writes each model call as it is made."""
 
     def __init__(self, setup: Setup, run: Run) -> None:
+        torch, _ = import_libraries()
+        torch.set_num_threads(setup.threads)
         self._plan = setup.plan
         self._run = run
         self._model = RecordedModel(setup.plan.model_shape(), setup.plan.seed, DTYPE)
@@ -105,9 +107,6 @@ def main() -> int:
         setup = Setup.model_validate_json(sys.stdin.readline())
         with arrow_tq.connect(setup.url) as store:
             engine = Engine(setup, store.run(setup.run))
-            import torch
-
-            torch.set_num_threads(setup.threads)
             for line in sys.stdin:
                 answer = engine.generate(Generate.model_validate_json(line))
                 sys.stdout.write(answer.model_dump_json() + "\n")

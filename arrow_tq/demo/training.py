@@ -23,6 +23,7 @@ from arrow_tq.demo.comparison import Comparison, compare
 from arrow_tq.demo.engine import Generate, Generated
 from arrow_tq.demo.engine_process import EngineProcess
 from arrow_tq.demo.grpo import advantages, policy_loss
+from arrow_tq.demo.model import import_libraries
 from arrow_tq.demo.replayed import ReplayedModel
 from arrow_tq.demo.rollouts import RolloutPlan
 from arrow_tq.runs import Run
@@ -52,7 +53,8 @@ class TrainingPlan:
         lag: rounds that the engine is ahead; 0: each round has the newest weights.
         micro_batch: sequences of one forward.
         learning_rate: of Adam.
-        threads: of torch, in each of the two processes; they take turns.
+        threads: of torch, in each of the two processes. More than there are idle cores spin, and measure
+            nothing.
     """
 
     rollouts: RolloutPlan
@@ -60,7 +62,7 @@ class TrainingPlan:
     lag: int = 0
     micro_batch: int = 4
     learning_rate: float = 1e-3
-    threads: int = 2
+    threads: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,7 @@ class Training:
     """The loop. Its run, engine process and directory are its caller's."""
 
     def __init__(self, plan: TrainingPlan, run: Run, engine: EngineProcess, directory: Path) -> None:
-        import torch
-
+        torch, _ = import_libraries()
         torch.set_num_threads(plan.threads)
         self._torch = torch
         self._plan = plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +16,11 @@ pytest.importorskip("torch", reason="needs the extra torch")
 import torch
 
 from arrow_tq.adapters.megatron import MegatronReplay, Pass, replay_list
-from arrow_tq.adapters.replay import Switch
+from arrow_tq.adapters.replay import RankLayout, RoutingSource, Switch
 from arrow_tq.adapters.routers import live_routers
+from arrow_tq.testing import rollouts
 from arrow_tq_schemas.errors import Conflict, InvalidField, InvalidInput, Misaligned, ValueOutOfRange
+from tests.frameworks import embedded
 from tests.moe_models import HIDDEN, Chunk, Router
 
 EXPERTS, TOPK, ROWS = 16, 3, 6
@@ -284,6 +287,60 @@ def test_a_backward_that_nothing_was_queued_for_is_told(module: ModuleType) -> N
     loss.backward(retain_graph=False)
     with pytest.raises(Conflict, match="layer 1: recomputation asks for routing that no forward queued"):
         part(states(0))
+
+
+# -- from the store ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["tensors", "fetched late"])
+@pytest.mark.parametrize("cp_rank", [0, 1])
+def test_a_claimed_batch_is_replayed_rank_by_rank(
+    module: ModuleType, tmp_path: Path, cp_rank: int, late: bool
+) -> None:
+    """Two virtual stages of a hybrid model, zig-zag and sequence cuts, log-probs and recomputation."""
+    scene = embedded(tmp_path, 4)
+    layout = RankLayout(cp_rank=cp_rank, cp_size=2, sp_rank=1, sp_size=2, row_multiple=4)
+    chunks = [
+        Chunk(layers, (0, 3), module.RouterReplay, rollouts.EXPERTS, rollouts.TOPK)
+        for layers in (range(4), range(4, 7))
+    ]
+    replay = MegatronReplay(chunks, rollouts.EXPERTS, rollouts.TOPK)
+    with scene.store:
+        source = RoutingSource(scene.batch, device="cpu")
+        wanted: dict[int, list[list[list[int]]]] = {layer: [] for layer in replay.layer_ids()}
+        for rows in ((3, 1), (0,)):
+            micro = source.micro_batch(rows, layout, replay.layer_ids())
+            for layer in replay.layer_ids():
+                wanted[layer].append(micro.experts()[:, micro.place(layer)].tolist())
+            given = micro.by_layer() if late else micro
+            hidden = states(0, micro.local_rows)
+            for index, part in enumerate(chunks):
+                with replay.forward(given, Pass.FORWARD_ONLY, chunk=index), torch.no_grad():
+                    part(hidden)
+                with replay.forward(given, Pass.RECOMPUTED, chunk=index):
+                    hidden = part(hidden, recompute=True)
+            hidden.sum().backward()
+        replay.finish()
+        assert source.fetches == 2
+    for part in chunks:
+        for layer, router in part.routers().items():
+            reads = [chosen(router, read) for read in range(len(router.chosen))]
+            assert reads == [ids for ids in wanted[layer] for _ in range(3)]
+
+
+def test_a_field_of_another_model_is_refused(module: ModuleType, tmp_path: Path) -> None:
+    scene = embedded(tmp_path, 1)
+    part = Chunk((1, 2), (), module.RouterReplay, 32, rollouts.TOPK)
+    replay = MegatronReplay([part], 32, rollouts.TOPK)
+    with scene.store:
+        micro = RoutingSource(scene.batch, device="cpu").micro_batch((0,))
+        with (
+            pytest.raises(InvalidField, match="has top 2 of 64 experts, the model top 2 of 32"),
+            replay.forward(micro.by_layer(), Pass.FORWARD_ONLY),
+        ):
+            pass
+        with pytest.raises(ValueOutOfRange), replay.forward(micro, Pass.FORWARD_ONLY):
+            pass
 
 
 # -- for code that calls set_replay_data itself -------------------------------------------------------

@@ -136,6 +136,11 @@ def test_a_pickle_holds_no_payload(scene: Scene) -> None:
         copies[0].to("cpu")
 
 
+def test_an_embedded_store_is_for_its_own_process(scene: Scene) -> None:
+    with pytest.raises(InvalidInput, match="expected grpc://"):
+        BatchPointer.of(scene.batch).at(0, 1).open()
+
+
 def test_a_closed_source_says_so(scene: Scene) -> None:
     source = RoutingSource(scene.batch, device="cpu")
     micro = source.micro_batch((0,))

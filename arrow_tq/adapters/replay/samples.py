@@ -37,19 +37,24 @@ class SampleValues:
 
 
 def sample_values(
-    batch: Batch, rows: Sequence[int] | None = None, logprobs: str | None = LOGPROB_FIELD
+    batch: Batch,
+    rows: Sequence[int] | None = None,
+    logprobs: str | None = LOGPROB_FIELD,
+    expect_tokens: Sequence[npt.NDArray[np.generic]] | None = None,
 ) -> list[SampleValues]:
     """The values of these rows of the batch (None: all), in their order.
 
     Args:
         logprobs: the field of the rollout engine's log-probs; None leaves them where they are.
+        expect_tokens: token ids that the caller has, one array a row, to be sure that they are these.
 
     Raises:
+        Misaligned: stored token ids differ from ``expect_tokens``.
         Hole: nothing of a segment was sampled, so it has no response.
     """
     chosen = list(range(len(batch))) if rows is None else [int(row) for row in rows]
     names = [TOKEN_FIELD] if logprobs is None else [TOKEN_FIELD, logprobs]
-    data = batch.fetch(names, rows=chosen)
+    data = batch.fetch(names, rows=chosen, expect_tokens=expect_tokens)
     _, manifests = segments.load(
         batch.run.backend, batch.run.name, [batch.segment_ids[row] for row in chosen]
     )
