@@ -14,21 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from arrow_tq.adapters.replay.switch import Switch
-from arrow_tq.intervals import domain_ranges, ends_of, gaps, restrict
+from arrow_tq.intervals import ends_of
 from arrow_tq.runs import Run
 from arrow_tq.trainer import segments
 from arrow_tq.trainer.batch import Batch
-from arrow_tq.trainer.scatter import Placement, group_parts, scatter
+from arrow_tq.trainer.fetch import fetch
 from arrow_tq_schemas.errors import Conflict, Hole, InvalidInput, MalformedMessage
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
+from arrow_tq_schemas.manifests import OWNED_DTYPE, Manifest, ranges
 from arrow_tq_schemas.spans import Span, Spans, empty_spans, from_spans, to_spans
 
 LOGPROB_FIELDS = ("logprobs",)
 ROUTING_FIELDS = ("routed_experts",)
-NAMED_MAX = 3
-
-Ranges = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +123,8 @@ def hydrate(
     if not given:
         return []
     field = run.field(given[0].field)
-    offsets = np.concatenate([[0], np.cumsum([layout.num_tokens for layout in given])]).astype(np.int64)
-    spans = [_spans(field, layout) for layout in given]
-    chosen = field.layer_ids if layers is None else tuple(int(layer) for layer in layers)
-    packed = _buffer(field, chosen, int(offsets[-1]))
-    places = [own["start"] + offset for own, offset in zip(spans, offsets.tolist(), strict=False)]
-    placement = Placement(np.concatenate(spans), np.concatenate(places))
-    for part in group_parts(field, chosen if field.layer_axis is not None else None):
-        scatter(run.backend, run.name, field, part, placement, packed)
-    less = 1 if field.domain == "forwarded" else 0
-    return [
-        packed[start : max(end - less, start)]
-        for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
-    ]
+    manifests = [_manifest(field, layout) for layout in given]
+    return list(fetch(run.backend, run.name, manifests, [field], layers, reading=run.reading)[field.name])
 
 
 def _fragments(spans: Spans | None) -> tuple[Fragment, ...]:
@@ -153,8 +140,8 @@ def _present(place: int, layout: Layout | None) -> Layout:
     return layout
 
 
-def _spans(field: Field, layout: Layout) -> Spans:
-    """The layout's spans inside the field's domain, all of it covered once."""
+def _manifest(field: Field, layout: Layout) -> Manifest:
+    """The manifest that the layout was written from, as far as a fetch of the field goes."""
     ordered = sorted(layout.fragments, key=lambda fragment: fragment.target_start)
     spans = to_spans(
         Span(fragment.target_start, ChunkId.from_hex(fragment.ref), fragment.source_start, fragment.length)
@@ -169,22 +156,6 @@ def _spans(field: Field, layout: Layout) -> Spans:
         raise Conflict(
             f"{where}: a fragment ends at {int(ends[-1])}, the segment has {layout.num_tokens} tokens"
         )
-    sampled = np.asarray(layout.sampled, dtype=np.int64).reshape(-1, 2)
-    domain = domain_ranges(field, layout.num_tokens, sampled)
-    holes = gaps(spans, domain)
-    if len(holes):
-        shown = ", ".join(f"{start}..{end - 1}" for start, end in holes[:NAMED_MAX].tolist())
-        raise Hole(
-            f"{where}: no fragment covers positions {shown}{', ...' if len(holes) > NAMED_MAX else ''}",
-            segment_id=layout.segment_id,
-            field=field.name,
-        )
-    return restrict(spans, domain)
-
-
-def _buffer(field: Field, layers: Sequence[int] | None, rows: int) -> npt.NDArray[np.generic]:
-    shape = list(field.shape)
-    if field.layer_axis is not None and layers is not None:
-        field.layer_index(layers)
-        shape[field.layer_axis] = len(layers)
-    return np.full((rows, *shape), field.fill_value, field.type.numpy)
+    nothing = np.empty(0, OWNED_DTYPE)
+    sampled = ranges(layout.sampled)
+    return Manifest(layout.segment_id, layout.num_tokens, {field.name: spans}, sampled, ranges([]), nothing)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from arrow_tq.trainer import segments
 from arrow_tq.trainer.batch import Batch
+from arrow_tq.trainer.data import Data
 from arrow_tq_schemas.errors import Hole
 from arrow_tq_schemas.fields import TOKEN_FIELD
-from arrow_tq_schemas.manifests import Manifest
 
 LOGPROB_FIELD = "logprobs"
 
@@ -52,35 +51,31 @@ def sample_values(
         Misaligned: stored token ids differ from ``expect_tokens``.
         Hole: nothing of a segment was sampled, so it has no response.
     """
-    chosen = list(range(len(batch))) if rows is None else [int(row) for row in rows]
     names = [TOKEN_FIELD] if logprobs is None else [TOKEN_FIELD, logprobs]
-    data = batch.fetch(names, rows=chosen, expect_tokens=expect_tokens)
-    _, manifests = segments.load(
-        batch.run.backend, batch.run.name, [batch.segment_ids[row] for row in chosen]
-    )
+    data = batch.fetch(names, rows=rows, expect_tokens=expect_tokens)
+    mask = np.split(data.loss_mask().astype(np.int32), data.offsets[1:-1])
     made = []
-    for place, manifest in enumerate(manifests):
-        start = response_start(manifest)
+    for place, start in enumerate(response_starts(data)):
         tokens = data[TOKEN_FIELD][place].astype(np.int64)
-        values = None if logprobs is None else data[logprobs][place][start:].astype(np.float32)
-        versions = tuple(dict.fromkeys(version for _, _, version in manifest.versions))
-        made.append(SampleValues(tokens, len(tokens) - start, loss_mask(manifest)[start:], values, versions))
+        values = None if logprobs is None else data.response(logprobs)[place].astype(np.float32)
+        made.append(
+            SampleValues(tokens, len(tokens) - start, mask[place][start:], values, _versions(data, place))
+        )
     return made
 
 
-def response_start(manifest: Manifest) -> int:
-    """Position of the first sampled token. Raises ``Hole`` where nothing was sampled."""
-    if not len(manifest.sampled):
-        raise Hole(
-            f"segment {manifest.segment_id!r}: no token of it was sampled, so it has no response",
-            segment_id=manifest.segment_id,
-        )
-    return int(manifest.sampled[:, 0].min())
+def response_starts(data: Data) -> list[int]:
+    """Position of each segment's first sampled token. Raises ``Hole`` where one has none."""
+    starts = data.origin.response_starts()
+    empty = np.flatnonzero(starts == data.origin.lengths)
+    if len(empty):
+        name = data.origin.segment_ids[int(empty[0])]
+        raise Hole(f"segment {name!r}: no token of it was sampled, so it has no response", segment_id=name)
+    return [int(start) for start in starts]
 
 
-def loss_mask(manifest: Manifest) -> npt.NDArray[np.int32]:
-    """int32 ``[T]``: 1 where the segment carries the token's loss."""
-    mask = np.zeros(manifest.num_tokens, np.int32)
-    for start, end in manifest.loss.tolist():
-        mask[start:end] = 1
-    return mask
+def _versions(data: Data, place: int) -> tuple[str, ...]:
+    """The versions that sampled the segment's tokens, each once, in order of appearance."""
+    known = data.versions[place]
+    numbers, first = np.unique(known[known >= 0], return_index=True)
+    return tuple(data.versions.names[int(numbers[at])] for at in np.argsort(first))
