@@ -54,14 +54,20 @@ def demo(
     samples: Annotated[int, typer.Option(min=1, max=64, help="Rollouts a prompt.")] = 4,
     turns: Annotated[int, typer.Option(min=1, max=16, help="Model calls a rollout.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the sampling.")] = 0,
+    steps: Annotated[int, typer.Option(min=0, max=1000, help="Training steps that replay routing.")] = 3,
 ) -> None:
-    """Show the whole path: a server, rollouts of a real MoE model, a trainer that checks every value."""
+    """Show the whole path: a server, rollouts of a real MoE model, a trainer that checks every value.
+
+    Then training steps whose routers choose the experts that the rollouts' chose.
+    """
     from arrow_tq.cli.stores import log_to_stderr
     from arrow_tq.demo.rollouts import RolloutPlan
     from arrow_tq.demo.show import run_demo
+    from arrow_tq.demo.training_show import demonstrate_training
 
     log_to_stderr()
-    raise typer.Exit(run_demo(RolloutPlan(prompts=prompts, samples=samples, turns=turns, seed=seed)))
+    code = run_demo(RolloutPlan(prompts=prompts, samples=samples, turns=turns, seed=seed))
+    raise typer.Exit(code or demonstrate_training(steps, seed))
 
 
 def bench(context: typer.Context) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,11 +65,48 @@ class Fed:
     """Last hidden states, torch ``[tokens, hidden]``."""
 
 
-class RecordedModel:
-    """A model on the CPU, in evaluation mode, with a recorder on every router. Not thread-safe."""
+def make_model(shape: ModelShape, seed: int = 0) -> Any:
+    """A ``Qwen3MoeForCausalLM`` of float32 random weights on the CPU; needs no network.
 
-    def __init__(self, shape: ModelShape, seed: int = 0) -> None:
+    Raises:
+        Unsupported: torch or transformers is not installed.
+    """
+    torch, transformers = import_libraries()
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=2 * shape.hidden,
+        moe_intermediate_size=shape.hidden // 2,
+        num_hidden_layers=shape.moe_layers + 1,
+        mlp_only_layers=[0],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.topk,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+        max_position_embeddings=shape.positions,
+        # Random weights of the usual 0.02 give logits so flat that all tokens are as likely.
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return transformers.Qwen3MoeForCausalLM(config)
+
+
+class RecordedModel:
+    """A model on the CPU, in evaluation mode, with a recorder on every router. Not thread-safe.
+
+    Attributes:
+        record_s: time that recording took so far.
+    """
+
+    def __init__(self, shape: ModelShape, seed: int = 0, dtype: str = "float32") -> None:
         """Make the model; needs no network.
+
+        Args:
+            dtype: of the weights and of the computation, such as ``bfloat16``.
 
         Raises:
             Unsupported: torch or transformers is not installed.
@@ -75,28 +114,9 @@ class RecordedModel:
         if shape.experts > EXPERTS_MAX:
             raise InvalidInput(f"{shape.experts} experts: at most {EXPERTS_MAX}, so that ids fit uint8")
         self.shape = shape
-        self._torch, transformers = _import_libraries()
-        config = transformers.Qwen3MoeConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=2 * shape.hidden,
-            moe_intermediate_size=shape.hidden // 2,
-            num_hidden_layers=shape.moe_layers + 1,
-            mlp_only_layers=[0],
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            num_experts=shape.experts,
-            num_experts_per_tok=shape.topk,
-            decoder_sparse_step=1,
-            norm_topk_prob=True,
-            max_position_embeddings=shape.positions,
-            # Random weights of the usual 0.02 give logits so flat that all tokens are as likely.
-            initializer_range=0.2,
-        )
-        with self._torch.random.fork_rng(devices=[]):
-            self._torch.manual_seed(seed)
-            self._model = transformers.Qwen3MoeForCausalLM(config).eval()
+        self.record_s = 0.0
+        self._torch, transformers = import_libraries()
+        self._model = make_model(shape, seed).to(getattr(self._torch, dtype)).eval()
         self._cache_class = transformers.DynamicCache
         parameters = inspect.signature(type(self._model.model).forward).parameters
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
@@ -115,6 +135,12 @@ class RecordedModel:
     def parameters(self) -> int:
         return sum(weights.numel() for weights in self._model.parameters())
 
+    def load(self, path: Path) -> None:
+        """Take the weights of a ``.safetensors`` file, rounded to this model's dtype."""
+        from safetensors.torch import load_file
+
+        self._model.load_state_dict(load_file(path))
+
     def start(self) -> Context:
         """A new, empty sequence."""
         return Context(self)
@@ -129,9 +155,11 @@ class RecordedModel:
         tokens = self._torch.tensor(np.asarray(ids, np.int64))[None]
         with self.inference():
             states = self._model.model(input_ids=tokens, use_cache=True, **{self._cache_keyword: cache})
+            began = time.perf_counter()
             layers = [self._chosen.pop(layer) for layer in self.shape.layer_ids]
-            chosen = self._torch.stack(layers, dim=1)
-        return Fed(chosen.numpy().astype(np.uint8), states.last_hidden_state[0])
+            chosen = self._torch.stack(layers, dim=1).numpy().astype(np.uint8)
+            self.record_s += time.perf_counter() - began
+        return Fed(chosen, states.last_hidden_state[0])
 
     def new_cache(self) -> Any:
         return self._cache_class(config=self._model.config)
@@ -189,7 +217,7 @@ class Context:
             self.length = length
 
 
-def _import_libraries() -> tuple[Any, Any]:
+def import_libraries() -> tuple[Any, Any]:
     # The progress bars and advice of the libraries do not belong on our terminal.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -76,7 +76,7 @@ def run_demo(plan: RolloutPlan, console: Console | None = None) -> int:
     """
     console = console or Console(highlight=False, soft_wrap=True)
     started = time.monotonic()
-    with _clean_on_signals(), DemoServer() as server:
+    with clean_on_signals(), DemoServer() as server:
         import arrow_tq
 
         console.print(f"server    {server.url} (a process of its own)")
@@ -210,7 +210,7 @@ def _verdict(console: Console, findings: Findings, elapsed_s: float) -> int:
 
 
 @contextmanager
-def _clean_on_signals() -> Iterator[None]:
+def clean_on_signals() -> Iterator[None]:
     """SIGTERM ends the demonstration as an exception, so that everything is cleaned up."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -109,6 +109,7 @@ def test_the_whole_demonstration_takes_less_than_a_minute(scratch: Path) -> None
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
     assert "16 segments are bit for bit what the model produced" in " ".join(out.split())
+    assert "with replay none" in out
     assert time.monotonic() - started < 60
 
 
