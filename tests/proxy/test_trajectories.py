@@ -178,7 +178,7 @@ def test_no_acked_step_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
     kills = {"proxy": 0, "server": 0}
     ports = quiet_ports(2)
     fixed = [*orphan_ttl, "--port", str(ports[0])]
-    with scene(tmp_path, SIZES, *fixed) as (server, upstream, _):
+    with scene(tmp_path, SIZES, *fixed) as (server, upstream, _), contextlib.ExitStack() as ends:
         running: dict[str, Server | Process] = {"server": server}
         log = tmp_path / "proxy.log"
         quick = ["--set", "store_s=5", "--set", "connect_s=2"]
@@ -204,6 +204,7 @@ def test_no_acked_step_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
                     running["server"] = Server(server.data_dir, server.memory_dir, *fixed)
                 wait_until_ready(first.url)
 
+        ends.callback(lambda: [one.__exit__(None, None, None) for one in running.values()])
         thread = threading.Thread(target=killer)
         thread.start()
         try:
@@ -211,8 +212,8 @@ def test_no_acked_step_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
         finally:
             over.set()
             thread.join()
-        with running["server"] as last, arrow_tq.connect(server.url) as store:
-            assert isinstance(last, Server)
+        last = running["server"]
+        with arrow_tq.connect(server.url) as store:
             kept = "SELECT count(*) AS n FROM chunks WHERE state <> 'released'"
             until = time.monotonic() + 60
             while True:
@@ -223,7 +224,7 @@ def test_no_acked_step_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
                 time.sleep(0.5)
             assert held == row["n"], "chunks that no step has outlived their time"
             seen = check(store.run(RUN), rollouts, SIZES)
-            running["proxy"].__exit__(None, None, None)
-            assert last.stop() == 0
+        assert running["proxy"].stop() == 0
+        assert last.stop() == 0
     print(f"\nkilled {kills}; {dict(tally.counts)}; compared {seen}")
     assert min(kills.values()) > 2
