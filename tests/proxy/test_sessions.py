@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import pytest
 
 from tests.proxy.agents import (
     RECORDED,
@@ -261,6 +262,7 @@ def test_an_answer_that_two_versions_sampled_is_two_steps(
     assert row["token_ids"] == [*PROMPT, *one, *MORE, *two] and len(row["loss"]) == 24
 
 
+@pytest.mark.slow
 def test_a_repeated_call_replaces_both_steps_of_the_first(lab: Lab, new_session: NewSession) -> None:
     session = new_session()
     with started(lab, "versions-before", "/sglang") as proxy:
