@@ -162,7 +162,7 @@ def test_the_whole_set_in_bounded_memory(tmp_path: Path, routing: str) -> None:
         assert passed > 2e9
     else:
         # Token ids and log-probs alone came from the engine.
-        assert passed < 0.1 * stored
+        assert passed < 0.25 * stored
 
 
 @pytest.mark.slow
