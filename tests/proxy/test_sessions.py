@@ -190,7 +190,10 @@ def test_open_look_finalize_and_reward(lab: Lab, sglang: Process, new_session: N
     segments = finalize(sglang.url, session, reward=1.5, columns={"source": "test"})
     assert finalize(sglang.url, session, reward=1.5, columns={"source": "test"}) == segments
     assert httpx.post(f"{base}/finalize", json={"reward": 2}).status_code == 409
+    made = httpx.get(f"{lab.upstream.url}/seen").json()["calls"]
     assert generate(sglang.url, session, PROMPT, "two").json()["error"]["code"] == "session-closed"
+    # The engine was not asked in vain.
+    assert httpx.get(f"{lab.upstream.url}/seen").json()["calls"] == made
     assert httpx.post(f"{base}/reward", json={"reward": -1.0, "columns": {"late": 1}}).json()["segments"] == 1
     found = lab.run.sql(
         f"SELECT group_id, reward, task_name, source, late FROM segments WHERE session_id = '{session}'"

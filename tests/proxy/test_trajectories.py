@@ -93,17 +93,6 @@ def quiet_ports(count: int) -> list[int]:
     return found
 
 
-def wait_until_ready(proxy_url: str) -> None:
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        try:
-            if httpx.get(f"{proxy_url}/arrow-tq/readyz", timeout=10).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-
-
 def metric(proxy_url: str, name: str) -> float:
     text = httpx.get(f"{proxy_url}/arrow-tq/metrics").text
     return sum(
@@ -112,12 +101,15 @@ def metric(proxy_url: str, name: str) -> float:
 
 
 @needs_trajectories
-def test_many_agents_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("routing", ["payload", pytest.param("receipts", marks=pytest.mark.slow)])
+def test_many_agents_at_once(tmp_path: Path, routing: str) -> None:
+    base = "/sglang" if routing == "payload" else "/recorded"
     tally = Tally()
     rollouts = [Rollout(n, line, Upset(), 4, tally) for n, line in enumerate(trajectories(24))]
     with scene(tmp_path, SIZES) as (server, upstream, store):
         log = tmp_path / "proxy.log"
-        with processes.proxy(log, f"{upstream.url}/sglang", server.url, RUN) as proxy:
+        with processes.proxy(log, upstream.url + base, server.url, RUN, "--routing", routing) as proxy:
+            processes.wait_until_ready(proxy.url)
             asyncio.run(play(proxy.url, rollouts, at_once=24))
             assert metric(proxy.url, "calls_under_way") == metric(proxy.url, "inflight_bytes") == 0
             assert proxy.stop() == 0
@@ -202,7 +194,7 @@ def test_no_acked_step_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
                     running["proxy"] = new_proxy()
                 else:
                     running["server"] = Server(server.data_dir, server.memory_dir, *fixed)
-                wait_until_ready(first.url)
+                processes.wait_until_ready(first.url)
 
         ends.callback(lambda: [one.__exit__(None, None, None) for one in running.values()])
         thread = threading.Thread(target=killer)
