@@ -123,9 +123,15 @@ class Object:
 class Document:
     """One JSON object as text."""
 
-    def __init__(self, raw: bytes | bytearray, what: str, shape: Shape) -> None:
-        """Raises ``MalformedMessage``: no JSON object; ``what`` is what it is called there."""
-        self.text = raw.decode("latin-1")
+    def __init__(self, raw: bytes | bytearray | memoryview, what: str, shape: Shape) -> None:
+        """A bytearray is emptied: its memory is not needed twice.
+
+        Raises:
+            MalformedMessage: no JSON object; ``what`` is what it is called there.
+        """
+        self.text = str(raw, "latin-1")
+        if isinstance(raw, bytearray):
+            raw.clear()
         self._what = what
         self._shape = shape
         try:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import structlog
 import uvicorn
+from structlog.tracebacks import ExceptionDictTransformer
 
 from arrow_tq.proxy.app import ProxyApp
 from arrow_tq.proxy.config import ProxyConfig
@@ -119,7 +120,8 @@ def log_json(level: str) -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.dict_tracebacks,
+            # Without locals: they hold the bodies of agents' calls.
+            structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),

@@ -14,6 +14,7 @@ from arrow_tq.producer.session import Session
 from arrow_tq.proxy.headers import ATTEMPT, CallNames
 from arrow_tq.proxy.store_link import StoreLink
 from arrow_tq.proxy.tree import Known
+from arrow_tq_schemas.errors import SessionClosed
 
 _STEPS = "SELECT step_id, parent_id, status FROM steps WHERE session_id = {name} ORDER BY step_index"
 
@@ -129,6 +130,11 @@ class Sessions:
         run = await self._store.run()
         more.setdefault("ttl_s", self._ttl_s)
         session = await self._store.ask(run.session, session_id, group, **more)  # type: ignore[arg-type]
+        if session.status != "open":
+            # A finalized one opens for its other view; nothing can be recorded in it.
+            raise SessionClosed(
+                f"session {session_id!r} is {session.status}", session_id=session_id, status=session.status
+            )
         state = SessionState(session)
         if session_id not in self._known and session.last_step is not None:
             await self._recall(state)

@@ -94,7 +94,7 @@ class Stream:
             await self._write(event)
             return
         start, end = place
-        data = event[start:end]
+        data = memoryview(event)[start:end]
         if data == DONE:
             self._ended = True
             await self._write(event)
@@ -103,7 +103,7 @@ class Stream:
         self._parts.metrics.stripped_bytes.inc(max(len(data) - len(stripped), 0))
         await self._write(event[:start] + stripped + event[end:])
 
-    async def _take(self, data: bytes) -> bytes:
+    async def _take(self, data: memoryview) -> bytes:
         def work() -> bytes:
             document = Document(data, "an event of the engine's stream", self._protocol.shape)
             if document.root.get("error") is not None:

@@ -49,7 +49,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 def started(lab: Lab, name: str, base: str, *arguments: str) -> Process:
     log = lab.folder / f"{name}.log"
-    return processes.proxy(log, lab.upstream.url + base, lab.server.url, RUN, *arguments)
+    proxy = processes.proxy(log, lab.upstream.url + base, lab.server.url, RUN, *arguments)
+    processes.wait_until_ready(proxy.url)
+    return proxy
 
 
 @pytest.fixture(scope="session")

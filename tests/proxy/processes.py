@@ -6,8 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
+
+import httpx
 
 ROOT = Path(__file__).parents[2]
 STOP_S = 30.0
@@ -60,6 +63,18 @@ class Process:
             self.kill()
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+
+def wait_until_ready(proxy_url: str) -> None:
+    """Return when the proxy reaches its store: a busy machine may take longer than its deadline."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            if httpx.get(f"{proxy_url}/arrow-tq/readyz", timeout=20).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
 
 
 def upstream(log: Path, *arguments: str) -> Process:

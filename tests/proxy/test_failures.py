@@ -137,9 +137,15 @@ def test_an_agent_that_leaves_before_its_answer(lab: Lab, sglang: Process, new_s
     assert generate(sglang.url, session, PROMPT, "one").status_code == 200
 
 
-def test_bodies_past_their_bounds_are_refused(lab: Lab, new_session: NewSession) -> None:
+def test_bodies_past_their_bounds_and_calls_without_a_session_are_refused(
+    lab: Lab, new_session: NewSession
+) -> None:
     bounds = ["--set", "request_bytes_max=100000", "--set", "response_bytes_max=1048576"]
+    bounds += ["--set", "on_no_session=refuse"]
     with started(lab, "bounded", "/sglang", *bounds) as proxy:
+        nameless = httpx.post(f"{proxy.url}/generate", json={"input_ids": [65]})
+        assert nameless.status_code == 400 and "x-arrow-tq-session" in nameless.text
+        assert httpx.get(f"{proxy.url}/anything").status_code == 207
         response = generate(proxy.url, new_session(), [65] * 50_000)
         assert (response.status_code, response.json()["error"]["details"]) == (413, {"bytes_max": 100_000})
         session = new_session()
@@ -224,6 +230,7 @@ def test_a_store_that_is_down(alone: tuple[Server, Callable[[str], Process]], tm
         assert row["token_ids"] == [*PROMPT, *before, 66, *seen, 67, *last] and len(row["loss"]) == 24
 
 
+@pytest.mark.slow
 def test_a_proxy_that_starts_before_its_store(lab: Lab, tmp_path: Path) -> None:
     """It listens, says that it is not ready, and is when the store comes."""
     folder = tmp_path / "later"
@@ -287,6 +294,7 @@ def test_sigterm_lets_calls_finish(lab: Lab, new_session: NewSession) -> None:
     assert [step["step_id"] for step in steps_of(lab.run, session)] == ["one"]
 
 
+@pytest.mark.slow
 def test_sigterm_does_not_wait_for_ever(lab: Lab, new_session: NewSession) -> None:
     session = new_session()
     with started(lab, "cut", "/sglang", "--set", "drain_s=1") as proxy:

@@ -8,7 +8,7 @@ import socket
 import httpx
 import pytest
 
-from tests.proxy.conftest import Lab, started
+from tests.proxy.conftest import Lab
 from tests.proxy.processes import Process
 
 
@@ -57,13 +57,6 @@ def test_a_call_without_a_session_is_untouched(lab: Lab, sglang: Process) -> Non
     assert "x-arrow-tq-session" not in through.headers
     chat = {"messages": [{"role": "user", "content": "x"}], "stream": True}
     assert httpx.post(f"{sglang.url}/v1/chat/completions", json=chat).status_code == 200
-
-
-def test_a_call_without_a_session_may_be_refused(lab: Lab) -> None:
-    with started(lab, "refusing", "/sglang", "--set", "on_no_session=refuse") as proxy:
-        response = httpx.post(f"{proxy.url}/generate", json={"input_ids": [65]})
-        assert response.status_code == 400 and "x-arrow-tq-session" in response.text
-        assert httpx.get(f"{proxy.url}/anything").status_code == 207
 
 
 def test_an_engine_that_is_not_there(lab: Lab) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import pytest
 
 from tests.proxy.agents import (
     RECORDED,
@@ -189,7 +190,10 @@ def test_open_look_finalize_and_reward(lab: Lab, sglang: Process, new_session: N
     segments = finalize(sglang.url, session, reward=1.5, columns={"source": "test"})
     assert finalize(sglang.url, session, reward=1.5, columns={"source": "test"}) == segments
     assert httpx.post(f"{base}/finalize", json={"reward": 2}).status_code == 409
+    made = httpx.get(f"{lab.upstream.url}/seen").json()["calls"]
     assert generate(sglang.url, session, PROMPT, "two").json()["error"]["code"] == "session-closed"
+    # The engine was not asked in vain.
+    assert httpx.get(f"{lab.upstream.url}/seen").json()["calls"] == made
     assert httpx.post(f"{base}/reward", json={"reward": -1.0, "columns": {"late": 1}}).json()["segments"] == 1
     found = lab.run.sql(
         f"SELECT group_id, reward, task_name, source, late FROM segments WHERE session_id = '{session}'"
@@ -261,6 +265,7 @@ def test_an_answer_that_two_versions_sampled_is_two_steps(
     assert row["token_ids"] == [*PROMPT, *one, *MORE, *two] and len(row["loss"]) == 24
 
 
+@pytest.mark.slow
 def test_a_repeated_call_replaces_both_steps_of_the_first(lab: Lab, new_session: NewSession) -> None:
     session = new_session()
     with started(lab, "versions-before", "/sglang") as proxy:

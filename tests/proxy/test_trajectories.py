@@ -93,17 +93,6 @@ def quiet_ports(count: int) -> list[int]:
     return found
 
 
-def wait_until_ready(proxy_url: str) -> None:
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        try:
-            if httpx.get(f"{proxy_url}/arrow-tq/readyz", timeout=10).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-
-
 def metric(proxy_url: str, name: str) -> float:
     text = httpx.get(f"{proxy_url}/arrow-tq/metrics").text
     return sum(
@@ -112,12 +101,15 @@ def metric(proxy_url: str, name: str) -> float:
 
 
 @needs_trajectories
-def test_many_agents_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("routing", ["payload", pytest.param("receipts", marks=pytest.mark.slow)])
+def test_many_agents_at_once(tmp_path: Path, routing: str) -> None:
+    base = "/sglang" if routing == "payload" else "/recorded"
     tally = Tally()
     rollouts = [Rollout(n, line, Upset(), 4, tally) for n, line in enumerate(trajectories(24))]
     with scene(tmp_path, SIZES) as (server, upstream, store):
         log = tmp_path / "proxy.log"
-        with processes.proxy(log, f"{upstream.url}/sglang", server.url, RUN) as proxy:
+        with processes.proxy(log, upstream.url + base, server.url, RUN, "--routing", routing) as proxy:
+            processes.wait_until_ready(proxy.url)
             asyncio.run(play(proxy.url, rollouts, at_once=24))
             assert metric(proxy.url, "calls_under_way") == metric(proxy.url, "inflight_bytes") == 0
             assert proxy.stop() == 0
@@ -162,7 +154,7 @@ def test_the_whole_set_in_bounded_memory(tmp_path: Path, routing: str) -> None:
         assert passed > 2e9
     else:
         # Token ids and log-probs alone came from the engine.
-        assert passed < 0.1 * stored
+        assert passed < 0.25 * stored
 
 
 @pytest.mark.slow
@@ -178,7 +170,7 @@ def test_no_acked_step_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
     kills = {"proxy": 0, "server": 0}
     ports = quiet_ports(2)
     fixed = [*orphan_ttl, "--port", str(ports[0])]
-    with scene(tmp_path, SIZES, *fixed) as (server, upstream, _):
+    with scene(tmp_path, SIZES, *fixed) as (server, upstream, _), contextlib.ExitStack() as ends:
         running: dict[str, Server | Process] = {"server": server}
         log = tmp_path / "proxy.log"
         quick = ["--set", "store_s=5", "--set", "connect_s=2"]
@@ -202,8 +194,9 @@ def test_no_acked_step_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
                     running["proxy"] = new_proxy()
                 else:
                     running["server"] = Server(server.data_dir, server.memory_dir, *fixed)
-                wait_until_ready(first.url)
+                processes.wait_until_ready(first.url)
 
+        ends.callback(lambda: [one.__exit__(None, None, None) for one in running.values()])
         thread = threading.Thread(target=killer)
         thread.start()
         try:
@@ -211,8 +204,8 @@ def test_no_acked_step_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
         finally:
             over.set()
             thread.join()
-        with running["server"] as last, arrow_tq.connect(server.url) as store:
-            assert isinstance(last, Server)
+        last = running["server"]
+        with arrow_tq.connect(server.url) as store:
             kept = "SELECT count(*) AS n FROM chunks WHERE state <> 'released'"
             until = time.monotonic() + 60
             while True:
@@ -223,7 +216,7 @@ def test_no_acked_step_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
                 time.sleep(0.5)
             assert held == row["n"], "chunks that no step has outlived their time"
             seen = check(store.run(RUN), rollouts, SIZES)
-            running["proxy"].__exit__(None, None, None)
-            assert last.stop() == 0
+        assert running["proxy"].stop() == 0
+        assert last.stop() == 0
     print(f"\nkilled {kills}; {dict(tally.counts)}; compared {seen}")
     assert min(kills.values()) > 2
