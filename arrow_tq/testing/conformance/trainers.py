@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from arrow_tq import errors, fields
 from arrow_tq.interface import Store
 from arrow_tq.testing.layouts import pad_multiple, zigzag
 from arrow_tq.testing.rollouts import LAYER_IDS, make_rollout, write_rollout
