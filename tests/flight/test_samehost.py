@@ -117,22 +117,22 @@ def test_another_machine_uses_the_wire(
 
 
 @pytest.mark.parametrize("content", [b"", b"0" * 32, b"\xff" * 32])
-def test_another_file_at_the_proofs_path_uses_the_wire(
-    server: Server, store: Store, run: Run, content: bytes
-) -> None:
+def test_another_file_at_the_proofs_path_uses_the_wire(server: Server, run: Run, content: bytes) -> None:
     """As in a container with the same boot id and a memory directory of its own."""
     receipt = write(run, "s", 7)
-    with arrow_tq.connect(server.url) as first:
-        read(first.run(run.name), receipt)
     proof = server.memory_dir / host_share.PROOF_NAME
     right = proof.read_bytes()
     proof.write_bytes(content)
     try:
-        rows = read(run, receipt)
+        with arrow_tq.connect(server.url) as other:
+            again = other.run(run.name)
+            rows = read(again, receipt)
+            write(again, "t", 8)
+            stats = other.stats()
     finally:
         proof.write_bytes(right)
     assert np.array_equal(np.concatenate([one.values for one in rows]), experts(7))
-    assert store.stats()["client_wire_reads"] == 1
+    assert (stats["client_wire_reads"], stats["client_host_reads"], stats["client_host_puts"]) == (1, 0, 0)
 
 
 def test_extents_that_cannot_be_opened_are_read_over_the_wire(

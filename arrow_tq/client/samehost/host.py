@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from arrow_tq.client.connection import Connection
 from arrow_tq_schemas.commands import Command, FindHost, HostInfo, Reply, Wire, unpack_reply
-from arrow_tq_schemas.errors import ArrowTQError, InternalError, MalformedMessage, NotFound, Unsupported
+from arrow_tq_schemas.errors import ArrowTQError, DeadlineExceeded, InternalError, NotFound, Unavailable
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PROOF_CHARS = 32
@@ -29,8 +29,9 @@ class Host:
         if not self._asked:
             with self._lock:
                 if not self._asked:
-                    self._proof = self._look()
-                    self._asked = True
+                    # In this order: who sees that it was asked also sees the answer.
+                    known, self._proof = self._look()
+                    self._asked = known
         return self._proof
 
     def forget(self, proof: str) -> None:
@@ -55,15 +56,19 @@ class Host:
             raise InternalError(f"reply to {command.verb}: {type(reply.body).__name__}")
         return reply.body, reply
 
-    def _look(self) -> str | None:
+    def _look(self) -> tuple[bool, str | None]:
+        """Whether that is known now, and the proof."""
         if not self._connection.options.same_host or not BOOT_ID.exists():
-            return None
+            return True, None
         try:
             info, _ = self.ask(FindHost(), HostInfo)
-        except (MalformedMessage, Unsupported):
-            # A server that knows no such command.
-            return None
-        return _read(info)
+        except (Unavailable, DeadlineExceeded):
+            # The wire says so better, by the call that matters.
+            return False, None
+        except ArrowTQError:
+            # A server that knows no such command, or is none of ours.
+            return True, None
+        return True, _read(info)
 
 
 def _read(info: HostInfo) -> str | None:

@@ -13,6 +13,7 @@ from arrow_tq.client.samehost.host import Host, is_stale
 from arrow_tq.client.samehost.mappings import Mapping, Mappings, reader_of
 from arrow_tq.layout.columns import ColumnLayout, Mask, Values
 from arrow_tq.layout.projection import project
+from arrow_tq.logs import logger
 from arrow_tq_schemas.chunks import checksum
 from arrow_tq_schemas.commands import ChunkLocations, LocateChunks
 from arrow_tq_schemas.errors import ArrowTQError, ChunkLost, ChunkPending, MalformedMessage
@@ -24,6 +25,8 @@ ATTEMPTS = 2
 """An extent may be released between the answer and its being mapped: then the answer is asked for again."""
 PENDING_POLL_S = (0.02, 0.2)
 """First and longest pause between questions for chunks whose step is open."""
+PENDING_WARN_S = 10.0
+"""How often that is said."""
 Chunks = dict[ChunkId, tuple[Values, Mask | None]]
 
 
@@ -69,7 +72,8 @@ class HostReads:
 
     def _chunks(self, request: Read, ids: Sequence[ChunkId]) -> Chunks | None:
         """Every chunk of the request before the first row leaves, or None where some cannot be mapped."""
-        until = time.monotonic() + request.wait_s
+        began = warned = time.monotonic()
+        until = began + request.wait_s
         attempts, pause_s = 0, PENDING_POLL_S[0]
         while attempts < ATTEMPTS:
             proof = self.host.proof()
@@ -78,9 +82,16 @@ class HostReads:
             try:
                 chunks = self._located(request, ids, proof)
             except ChunkPending as error:
-                if time.monotonic() >= until:
+                now = time.monotonic()
+                if now >= until:
                     raise _waited(error, request.wait_s) from None
-                time.sleep(min(pause_s, max(until - time.monotonic(), 0.0)))
+                if now - warned >= PENDING_WARN_S:
+                    warned = now
+                    logger("arrow_tq.client").warning(
+                        "waiting for chunks whose step is open", run=request.run, field=request.field.name,
+                        chunks=error.message, waited_s=round(now - began, 1),
+                    )  # fmt: skip
+                time.sleep(min(pause_s, until - now))
                 pause_s = min(2 * pause_s, PENDING_POLL_S[1])
                 continue
             except ArrowTQError as error:
