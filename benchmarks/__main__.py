@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import commits, handles, memory, wire
+from benchmarks import commits, handles, memory, samehost, wire
 from benchmarks.report import Row, show, write
 from benchmarks.sizes import FULL, SMOKE
 
-SUITES = {"memory": memory.rows, "wire": wire.rows, "commits": commits.rows, "handles": handles.rows}
+SUITES = {
+    "memory": memory.rows,
+    "wire": wire.rows,
+    "samehost": samehost.rows,
+    "commits": commits.rows,
+    "handles": handles.rows,
+}
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ acks every batch that asks for it; DoGet gives record batches that are in memory
 from __future__ import annotations
 
 import mmap
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -18,8 +19,8 @@ KEEP_BYTES = 256 << 20
 class BareServer(fl.FlightServerBase):
     """Keeps the batches of the last put."""
 
-    def __init__(self) -> None:
-        super().__init__("grpc://127.0.0.1:0")
+    def __init__(self, location: str) -> None:
+        super().__init__(location)
         self._area = np.frombuffer(mmap.mmap(-1, KEEP_BYTES), np.uint8)
         self._area[:] = 1
         self._place = 0
@@ -52,8 +53,10 @@ class BareServer(fl.FlightServerBase):
 
 
 def main() -> None:
-    server = BareServer()
-    print(f"bare serving grpc://127.0.0.1:{server.port}", flush=True)
+    socket = sys.argv[1] if len(sys.argv) > 1 else None
+    server = BareServer("grpc://127.0.0.1:0" if socket is None else f"grpc+unix://{socket}")
+    url = f"grpc://127.0.0.1:{server.port}" if socket is None else f"grpc+unix://{socket}"
+    print(f"bare serving {url}", flush=True)
     server.serve()
 
 

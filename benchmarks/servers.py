@@ -50,3 +50,13 @@ def bare() -> Iterator[str]:
     """A server of plain pyarrow Flight that keeps what it is given and gives it back."""
     with _process(["benchmarks.bare_flight"]) as url:
         yield url
+
+
+@contextmanager
+def bare_unix() -> Iterator[str]:
+    """The same over a Unix socket."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _process(["benchmarks.bare_flight", str(Path(folder) / "socket")]) as url,
+    ):
+        yield url

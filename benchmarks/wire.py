@@ -9,6 +9,7 @@ import pyarrow.flight as fl
 
 import arrow_tq
 from arrow_tq import fields
+from arrow_tq.client import ClientOptions
 from arrow_tq.runs import Run
 from arrow_tq_schemas.chunks import to_array
 from benchmarks import servers
@@ -24,18 +25,21 @@ CHANNEL_OPTIONS = [
 """The best that bare Flight was seen to do; our client uses the same."""
 
 
+WIRE = ClientOptions(same_host=False)
+
+
 def rows(sizes: Sizes) -> list[Row]:
     """Put and get of the same pieces through both servers, in turns."""
     random = np.random.default_rng(0)
     shape = (sizes.piece_tokens, LAYERS, TOPK)
     pieces = [random.integers(0, EXPERTS, shape, dtype=np.uint8) for _ in range(2)]
     source = [pieces[index % 2] for index in range(sizes.wire_pieces)]
-    with servers.ours() as url, servers.bare() as bare_url, arrow_tq.connect(url) as store:
+    with servers.ours() as url, servers.bare() as bare_url, arrow_tq.connect(url, options=WIRE) as store:
         run = store.run("bench", fields=[fields.token_ids(), routing()])
-        putter = _Putter(run, source)
-        bare = _Bare(bare_url, source)
+        putter = Putter(run, source)
+        bare = Bare(bare_url, source)
         put, bare_put = interleaved(sizes.rounds, [putter, bare.put], sizes.pause_s)
-        getter = _Getter(run, source)
+        getter = Getter(run, source)
         get, bare_get = interleaved(sizes.rounds, [getter, bare.get])
         getter.check()
         return [
@@ -44,7 +48,7 @@ def rows(sizes: Sizes) -> list[Row]:
         ]
 
 
-class _Putter:
+class Putter:
     """One session a round, aborted outside the timing."""
 
     def __init__(self, run: Run, source: list[npt.NDArray[np.uint8]]) -> None:
@@ -67,7 +71,7 @@ class _Putter:
         return figure
 
 
-class _Getter:
+class Getter:
     """Fetches one claimed segment into the same buffer each round."""
 
     def __init__(self, run: Run, source: list[npt.NDArray[np.uint8]]) -> None:
@@ -86,14 +90,17 @@ class _Getter:
 
     def __call__(self) -> float:
         size = sum(piece.nbytes for piece in self._source) / 1e9
-        return rate(size, lambda: self._batch.fetch("routed_experts", out={"routed_experts": self._out}))
+        return rate(size, lambda: self.fetch(self._out))
+
+    def fetch(self, out: npt.NDArray[np.generic]) -> None:
+        self._batch.fetch("routed_experts", out={"routed_experts": out})
 
     def check(self) -> None:
         if not np.array_equal(self._out[:-1], np.concatenate(self._source)):
             raise AssertionError("what was read is not what was written")
 
 
-class _Bare:
+class Bare:
     """The same bytes in the same pieces through plain Flight, with the same channel options."""
 
     def __init__(self, url: str, source: list[npt.NDArray[np.uint8]]) -> None:

@@ -19,6 +19,7 @@ from arrow_tq.client.connection import Connection
 from arrow_tq.client.options import ClientOptions
 from arrow_tq.client.puts import Puts
 from arrow_tq.client.reads import read
+from arrow_tq.client.samehost import HostReads, HostWrites
 from arrow_tq_schemas.chunks import Chunk
 from arrow_tq_schemas.commands import (
     Claim,
@@ -54,11 +55,15 @@ class Link:
         self.connection = Connection(url, token, options)
         self.puts = Puts(self.connection)
         self.commits = Commits(self.connection)
+        self.host = HostReads(self.connection)
+        self.writes = HostWrites(self.connection, self.host.host, self.puts)
 
     def close(self, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
+        self.writes.close(timeout_s)
         self.puts.close(timeout_s)
         self.commits.close(until - time.monotonic())
+        self.host.close()
         self.connection.renew()
 
 
@@ -96,15 +101,22 @@ class FlightBackend:
 
     @property
     def placer(self) -> Placer | None:
-        return None
+        return self._link().writes
 
     def shard(self) -> int:
         return 0
 
     def counters(self) -> dict[str, float]:
         """What this client counts: puts that waited for room, for how long, and bytes in flight now."""
-        puts = self._link().puts
+        link = self._link()
+        puts, host, writes = link.puts, link.host, link.writes
         return {
+            "host_puts": writes.puts,
+            "host_put_bytes": writes.put_bytes,
+            "host_reads": host.reads,
+            "host_read_bytes": host.read_bytes,
+            "host_mapped_extents": host.mapped_extents,
+            "wire_reads": host.wire_reads,
             "put_waits": puts.waits,
             "put_waited_s": puts.waited_s,
             "put_in_flight_bytes": puts.in_flight_bytes,
@@ -132,7 +144,8 @@ class FlightBackend:
         return self._link().puts.put(field, chunks)
 
     def read(self, request: Read) -> Iterator[Rows]:
-        return read(self._link().connection, request)
+        link = self._link()
+        return link.host.read(request) or read(link.connection, request)
 
     def close(self) -> None:
         if self._closed:
@@ -192,8 +205,10 @@ class FlightBackend:
             return
         link = self._links.pop(os.getpid(), None)
         if link is not None:
+            link.writes.close(self._options.fork_wait_s / 2)
             link.puts.finish(self._options.fork_wait_s / 2)
             link.commits.finish(until - time.monotonic())
+            link.host.close()
             link.connection.renew()
             del link
             # Errors that are still around may hold the connection in a cycle.

@@ -34,6 +34,9 @@ class ClientOptions:
         get_spans_max: spans asked for in one ticket; more become several tickets, one after another.
         keepalive_s: how often an idle connection is probed, so that load balancers keep it; servers end
             connections that are probed more often than every 300 s.
+        same_host: map the server's extents where it runs on this machine as a user whose files can be read.
+        map_idle_s: a mapped extent that nobody reads for so long is let go; a released one within a second.
+        map_extents_max: extents mapped at a time; each takes a file descriptor.
         fork_wait_s: how long a fork waits for connections to be let go; only then can the child connect.
     """
 
@@ -54,10 +57,17 @@ class ClientOptions:
     get_split_bytes: int = 32 * MIB
     get_spans_max: int = 100_000
     keepalive_s: float = 320.0
+    same_host: bool = True
+    map_idle_s: float = 30.0
+    map_extents_max: int = 256
     fork_wait_s: float = 0.5
 
     def __post_init__(self) -> None:
         for slot in fields(self):
             value = getattr(self, slot.name)
+            if slot.name == "same_host":
+                if not isinstance(value, bool):
+                    raise InvalidInput(f"client option same_host={value!r}: expected True or False")
+                continue
             if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
                 raise InvalidInput(f"client option {slot.name}={value!r}: expected a number above 0")

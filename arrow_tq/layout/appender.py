@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from arrow_tq.layout.columns import BatchPlan, ColumnLayout, Mask, Values
 from arrow_tq.layout.messages import END_OF_STREAM
@@ -35,19 +34,17 @@ class Appender:
         used_bytes: end of the last complete message.
     """
 
-    def __init__(self, memory: Bytes, schema: pa.Schema, layout: ColumnLayout) -> None:
+    def __init__(self, memory: Bytes, layout: ColumnLayout, used_bytes: int = 0) -> None:
         self._memory = memory
         # The same bytes: small pieces go through it at a tenth of what numpy's assignment costs.
         self._bytes = memory.data
         self._layout = layout
-        self._schema = schema.serialize().to_pybytes()
-        self.used_bytes = 0
+        self.used_bytes = used_bytes
 
-    def begin(self) -> None:
-        """Write the schema message, once."""
-        if not self.used_bytes:
-            self._bytes[: len(self._schema)] = self._schema
-            self.used_bytes = len(self._schema)
+    def begin(self, schema: bytes) -> None:
+        """Write the schema message, which comes first."""
+        self._bytes[: len(schema)] = schema
+        self.used_bytes = len(schema)
 
     def reserve(self, rows: int, metadata_bytes: int, nullable: bool = False) -> Reserved:
         """Room for a chunk; whoever reserves again without completing gets the same room."""
@@ -82,7 +79,6 @@ class Appender:
 
     def end(self) -> int:
         """Write the end of the stream, and give where it ends."""
-        self.begin()
         first, end = self.used_bytes, self.used_bytes + len(END_OF_STREAM)
         self._bytes[first:end] = END_OF_STREAM
         return end

@@ -18,6 +18,7 @@ from arrow_tq.store.catalog import Catalog, CatalogConfig
 from arrow_tq.store.committing import Commits
 from arrow_tq.store.config import EngineConfig
 from arrow_tq.store.directory import Directory
+from arrow_tq.store.host_share import HOST_COMMANDS, HostShare
 from arrow_tq.store.placing import STORED, EnginePlacer, Stored
 from arrow_tq.store.reading import Reader
 from arrow_tq.store.receiving import receive
@@ -42,6 +43,7 @@ from arrow_tq_schemas.commands import (
     OpenSession,
     Pressure,
     Reply,
+    RunInfo,
     RunQuery,
     Stats,
     StepCommit,
@@ -92,6 +94,7 @@ class Engine:
         self._sql = SqlService(self._catalog, config.sql)
         self._fields: dict[tuple[str, str], Field] = {}
         self._reader = Reader(self._shard, self._catalog)
+        self._host_share = HostShare(memory_dir, self._reader, self._shard.grants, self)
         self._rewrites = Rewrites(self._shard, self._catalog)
         self._attempts = Attempts(self._shard, self._catalog)
         self._commits = Commits(self._commit_together)
@@ -155,6 +158,8 @@ class Engine:
                 return self._catalog.execute(command)
         if isinstance(command, KeepChunks):
             return Reply(body=Done(count=self._shard.keep_unpinned(self._own(command))))
+        if isinstance(command, HOST_COMMANDS):
+            return self._host_share.execute(command)
         if isinstance(command, OpenSession):
             self._admission.admit(command)
         return self._catalog.execute(command)
@@ -209,6 +214,10 @@ class Engine:
         chunk = receive(stream, field, info, header, batch)
         self._shard.put(field, chunk, info.durability)
 
+    def run_info(self, run: str) -> RunInfo:
+        """The run's declaration and epoch; raises ``NotFound`` naming those that exist."""
+        return self._catalog.run_info(run)
+
     def durability(self, run: str) -> Durability:
         """What the run declares."""
         self._check_open()
@@ -247,6 +256,11 @@ class Engine:
             "commits_total": gauges.commits,
             "chunks_read_total": self._reader.chunks_read,
             "bytes_read_total": self._reader.bytes_read,
+            "chunks_located_total": self._host_share.chunks_located,
+            "bytes_located_total": self._host_share.bytes_located,
+            "grants": len(self._shard.grants),
+            "chunks_adopted_total": self._shard.grants.chunks_adopted,
+            "bytes_adopted_total": self._shard.grants.bytes_adopted,
             "orphans_reaped_total": self._upkeep.orphans_reaped,
             "claims_active": gauges.claims_active,
             "claimed_segments": gauges.claimed_segments,
@@ -272,6 +286,7 @@ class Engine:
                 return
             self._closed = True
         self._upkeep.stop()
+        self._host_share.close()
         self._sql.close()
         self._catalog.close()
         self._shard.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field as slot
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from arrow_tq.layout.appender import Appender, Reserved
-from arrow_tq.layout.columns import ColumnLayout
+from arrow_tq.layout.columns import Buffer, ColumnLayout, Values
+from arrow_tq.layout.messages import pad
 from arrow_tq.store.extent_key import ExtentKey
 from arrow_tq.store.mapped_file import MappedFile
 from arrow_tq.store.space import Space
@@ -66,8 +69,10 @@ class Extent:
     retired: bool = False
     """Without chunks, and soon without its file."""
     appended_at: float = slot(default_factory=time.monotonic)
-    view: memoryview = slot(init=False)
+    memory: Callable[[int, int], Buffer] = slot(init=False)
     """Of this extent's own mapping: its file may become another extent's, with another mapping."""
+    token: str = slot(default_factory=lambda: secrets.token_hex(8))
+    """Tells its content from whatever else lies in the same file, or at the same path, later."""
     written: list[ChunkId] = slot(default_factory=list)
     """Ids in the order of their appends, while it is live."""
     _appender: Appender | None = None
@@ -106,7 +111,7 @@ class Extent:
         return extent
 
     def __post_init__(self) -> None:
-        self.view = self.file.view
+        self.memory = self.file.memory()
 
     @property
     def rest_bytes(self) -> int:
@@ -119,8 +124,8 @@ class Extent:
     def reserve(self, rows: int, metadata_bytes: int, nullable: bool = False) -> Reserved:
         """Room for a chunk behind the last one; its blocks must be allocated. Nothing is shown of it yet."""
         if self._appender is None:
-            self._appender = Appender(np.frombuffer(self.file.map, np.uint8), self.schema, self.layout)
-            self._appender.begin()
+            self._appender = Appender(np.frombuffer(self.file.map, np.uint8), self.layout)
+            self._appender.begin(self.schema.serialize().to_pybytes())
             self.used_bytes = self._appender.used_bytes
         reserved = self._appender.reserve(rows, metadata_bytes, nullable)
         if reserved.end > self.file.allocated_bytes:
@@ -172,12 +177,16 @@ class Extent:
 
     def chunk(self, chunk_id: ChunkId, entry: Entry) -> Chunk:
         """The chunk at ``entry``: read-only views of the mapping. Raises ``ValueError`` once unmapped."""
-        view = self.view
-        values, valid = self.layout.read(
-            lambda first, size: view[first : first + size],
-            *(entry.offset + entry.length, entry.rows, entry.nullable),
-        )
+        end = entry.offset + entry.length
+        values, valid = self.layout.read(self.memory, end, entry.rows, entry.nullable)
         return Chunk(self.header(chunk_id, entry), values, valid)
+
+    def part(self, entry: Entry, row: int, rows: int) -> Values:
+        """Rows of a chunk without null ones: no more than those are looked at."""
+        size = self.layout.row_bytes
+        first = entry.offset + entry.length - pad(entry.rows * size) + row * size
+        values = np.frombuffer(self.memory(first, rows * size), self.layout.dtype)
+        return values.reshape(rows, *self.item_shape)
 
     def header(self, chunk_id: ChunkId, entry: Entry) -> ChunkHeader:
         return ChunkHeader.model_construct(

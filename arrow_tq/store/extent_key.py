@@ -18,6 +18,7 @@ Tier = Literal["memory", "disk"]
 TIERS: tuple[Tier, ...] = ("memory", "disk")
 EXTENT_SUFFIX = ".arrows"
 SIDECAR_SUFFIX = ".idx"
+ADOPTED_SUFFIX = ".adopted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,10 @@ class Roots:
 
     def sidecar(self, key: ExtentKey, number: int) -> Path:
         return self.sidecars(key) / f"{number:06d}{SIDECAR_SUFFIX}"
+
+    def adopted(self, key: ExtentKey, number: int) -> Path:
+        """Log of the chunks of a client's extent that were adopted."""
+        return self.sidecars(key) / f"{number:06d}{ADOPTED_SUFFIX}"
 
     def sidecars(self, key: ExtentKey) -> Path:
         """Folder of a key's sidecars and of the copy of its schema."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from arrow_tq.layout.columns import Buffer
 from arrow_tq.store.space import Space
 from arrow_tq_schemas.errors import StoreFull
 
@@ -36,6 +37,9 @@ class MappedFile:
         map: the mapping, of ``size_bytes``.
         view: the same, read-only whatever a reader does to its array's flags.
     """
+
+    pool = ""
+    """Files of one pool may become one another's memory."""
 
     def __init__(
         self, path: Path, descriptor: int, mapping: mmap.mmap, allocated_bytes: int, space: Space
@@ -61,7 +65,7 @@ class MappedFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise _full(error, path, "another extent") from error
+            raise full(error, path, "another extent") from error
         try:
             os.ftruncate(descriptor, size_bytes)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -86,6 +90,11 @@ class MappedFile:
         allocated = min(status.st_blocks * 512, _page_up(status.st_size))
         space.adopt(allocated)
         return cls(path, descriptor, mapping, allocated, space)
+
+    def memory(self) -> Callable[[int, int], Buffer]:
+        """How bytes of it are looked at, by place and count: views, until it is unmapped."""
+        view = self.view
+        return lambda first, size: view[first : first + size]
 
     def grow(self, wanted_bytes: int, step_bytes: int) -> None:
         """Have blocks for the first ``wanted_bytes``, allocating ``step_bytes`` at least.
@@ -242,11 +251,11 @@ class MappedFile:
             os.posix_fallocate(self._descriptor, self.allocated_bytes, more)
         except OSError as error:
             self._space.give_back(more)
-            raise _full(error, self.path, f"{more} bytes") from error
+            raise full(error, self.path, f"{more} bytes") from error
         self.allocated_bytes = target
 
 
-def _full(error: OSError, path: Path, what: str) -> Exception:
+def full(error: OSError, path: Path, what: str) -> Exception:
     """``StoreFull`` where the filesystem has no room, else the error itself."""
     if error.errno not in _FULL:
         return error

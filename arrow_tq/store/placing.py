@@ -10,6 +10,7 @@ from arrow_tq.backend import Header
 from arrow_tq.layout.appender import Reserved
 from arrow_tq.layout.columns import Values
 from arrow_tq.store.extent import Entry, Extent
+from arrow_tq.store.extent_key import ExtentKey, Tier
 from arrow_tq.store.stream import Stream
 from arrow_tq_schemas.commands import Durability
 from arrow_tq_schemas.fields import Field
@@ -55,14 +56,42 @@ class Place:
 
 
 class EnginePlacer:
-    """Implements ``backend.Placer`` in the engine's own process."""
+    """Implements ``backend.Placer`` in the engine's own process.
+
+    Whoever has a place keeps other writers of the field out until it is published or abandoned. There is none
+    where one of them is at work: two that convert at a time are faster than one that waits.
+    """
 
     def __init__(self, engine: Placing, shard: Shard) -> None:
         self._engine = engine
         self._shard = shard
 
     def reserve(self, field: Field, run: str, rows: int, header_bytes: int) -> Place | None:
-        return self._shard.reserve(field, run, rows, header_bytes, self._engine.durability(run))
+        shard = self._shard
+        shard.check_process()
+        tier: Tier = "disk" if self._engine.durability(run) == "disk" else "memory"
+        held: list[tuple[Stream, Extent, Reserved]] = []
+        try:
+            for group in range(len(field.groups)):
+                stream = shard.locked_stream_at_once(ExtentKey(run, field.name, group, tier), field)
+                if stream is None:
+                    let_go(held)
+                    return None
+                held.append(self._room(stream, rows, header_bytes))
+        except BaseException:
+            let_go(held)
+            raise
+        return Place(shard, held)
+
+    def _room(self, stream: Stream, rows: int, header_bytes: int) -> tuple[Stream, Extent, Reserved]:
+        """Room in a stream whose lock is held, and stays so unless there is none."""
+        try:
+            self._shard.check_open(f"put to run {stream.key.run!r}")
+            extent = stream.room(rows)
+            return stream, extent, extent.reserve(rows, header_bytes)
+        except BaseException:
+            stream.lock.release()
+            raise
 
     def stored(self, run: str, places: Sequence[backend.Place]) -> Stored:
         self._engine.sync(run)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from arrow_tq.backend import Read, Rows
+from arrow_tq.layout.columns import Mask, Values
+from arrow_tq.layout.projection import project
 from arrow_tq.logs import logger
 from arrow_tq.store.catalog import Catalog
+from arrow_tq.store.extent import Entry
 from arrow_tq.store.shard import Shard
 from arrow_tq_schemas.chunks import Chunk
 from arrow_tq_schemas.errors import ChunkLost, ChunkPending, ChunkReleased, MalformedMessage
-from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.spans import chunk_ids
 
@@ -44,23 +43,54 @@ class Reader:
         chunks = self._gather(wanted, request)
         spans = zip(wanted, request.spans["row"].tolist(), request.spans["rows"].tolist(), strict=True)
         for chunk_id, row, rows in spans:
-            chunk = chunks[chunk_id]
-            if row + rows > len(chunk.values):
-                raise MalformedMessage(
-                    f"chunk {chunk_id.hex}: rows {row} to {row + rows} of {len(chunk.values)}"
-                )
-            values = chunk.values[row : row + rows]
+            values, valid = self._part(chunk_id, chunks[chunk_id], row, rows)
             if request.layers is not None:
-                values = _project(values, request.field, request.layers)
+                values = project(values, request.field, request.layers)
             self.bytes_read += values.nbytes
-            valid = None if chunk.valid is None else chunk.valid[row : row + rows]
             yield Rows(values, valid)
 
-    def _gather(self, wanted: Sequence[ChunkId], request: Read) -> dict[ChunkId, Chunk]:
+    def _part(
+        self, chunk_id: ChunkId, source: Chunk | Entry, row: int, rows: int
+    ) -> tuple[Values, Mask | None]:
+        """Rows of a chunk; those that a client wrote are read now, span by span."""
+        count = source.rows if isinstance(source, Entry) else len(source.values)
+        if row + rows > count:
+            raise MalformedMessage(f"chunk {chunk_id.hex}: rows {row} to {row + rows} of {count}")
+        if isinstance(source, Chunk):
+            valid = None if source.valid is None else source.valid[row : row + rows]
+            return source.values[row : row + rows], valid
+        values = self._shard.part(chunk_id, source, row, rows)
+        if values is None:
+            # Released, or cut by its writer, since this answer began.
+            self._explain([chunk_id])
+            raise ChunkLost(f"{_named([chunk_id])}: not stored here any more", ids=[chunk_id.hex])
+        return values, None
+
+    def locate(self, run: str, field: str, wanted: Sequence[ChunkId]) -> list[Entry]:
+        """Where committed chunks of a field are, for whoever maps their extents.
+
+        Raises:
+            ChunkReleased, ChunkLost, ChunkPending: at once, naming the ids.
+        """
+        found = {chunk_id: self._shard.located(chunk_id) for chunk_id in wanted}
+        missing = [chunk_id for chunk_id, entry in found.items() if entry is None]
+        if missing:
+            self._explain(missing)
+            ids = [chunk_id.hex for chunk_id in missing]
+            raise ChunkPending(f"{_named(missing)}: not committed", ids=ids)
+        entries = []
+        for chunk_id in wanted:
+            entry = found[chunk_id]
+            if entry is None or (entry.extent.key.run, entry.extent.key.field) != (run, field):
+                raise ChunkLost(f"{_named([chunk_id])}: no chunk of {field!r} in run {run!r}")
+            entries.append(entry)
+        return entries
+
+    def _gather(self, wanted: Sequence[ChunkId], request: Read) -> dict[ChunkId, Chunk | Entry]:
         """Every chunk of the request, before the first row leaves: an answer is whole or an error."""
         began = warned = time.monotonic()
         until = began + request.wait_s
-        chunks: dict[ChunkId, Chunk] = {}
+        chunks: dict[ChunkId, Chunk | Entry] = {}
         missing = list(dict.fromkeys(wanted))
         while True:
             missing = [chunk_id for chunk_id in missing if not self._take(chunk_id, request, chunks)]
@@ -85,13 +115,14 @@ class Reader:
                 )
             time.sleep(PENDING_POLL_S)
 
-    def _take(self, chunk_id: ChunkId, request: Read, chunks: dict[ChunkId, Chunk]) -> bool:
+    def _take(self, chunk_id: ChunkId, request: Read, chunks: dict[ChunkId, Chunk | Entry]) -> bool:
         if not self._shard.is_pinned(chunk_id):
             return False
-        chunk = self._shard.get(chunk_id)
+        chunk = self._shard.source(chunk_id)
         if chunk is None:
             return False
-        if (chunk.header.run, chunk.header.field) != (request.run, request.field.name):
+        key = chunk.extent.key if isinstance(chunk, Entry) else chunk.header
+        if (key.run, key.field) != (request.run, request.field.name):
             # Ids of another run are told apart by nothing: they do not exist here.
             raise ChunkLost(
                 f"{_named([chunk_id])}: no chunk of {request.field.name!r} in run {request.run!r}"
@@ -115,19 +146,6 @@ class Reader:
         if lost:
             names = [chunk_id.hex for chunk_id in lost]
             raise ChunkLost(f"{_named(lost)}: not stored here any more, or corrupt", ids=names)
-
-
-def _project(
-    values: npt.NDArray[np.generic], field: Field, layers: tuple[int, ...]
-) -> npt.NDArray[np.generic]:
-    """The chosen layers of ``[rows, *item]``: a view where they are consecutive."""
-    assert field.layer_axis is not None
-    axis = 1 + field.layer_axis
-    if max(layers, default=0) >= values.shape[axis] or min(layers, default=0) < 0:
-        raise MalformedMessage(f"layers {list(layers)}: the group of {field.name!r} has {values.shape[axis]}")
-    if layers == tuple(range(layers[0], layers[0] + len(layers))):
-        return values[(slice(None),) * axis + (slice(layers[0], layers[0] + len(layers)),)]
-    return np.take(values, layers, axis=axis)
 
 
 def _named(ids: Sequence[ChunkId]) -> str:

@@ -23,7 +23,7 @@ def receive(
         StaleEpoch: the writer joined an older epoch.
     """
     what = f"chunk {header.id}"
-    _check_header(what, stream, field, info, header)
+    check_header(what, stream, field, info, header)
     expected = field.arrow_schema(stream.group)
     if not batch.schema.equals(expected):
         raise MalformedMessage(f"{what}: schema {batch.schema.types}, expected {expected.types}")
@@ -42,11 +42,12 @@ def receive(
     chunk = Chunk(header, values, valid)
     if not verify(chunk):
         raise MalformedMessage(f"{what}: its values do not have the checksum {header.checksum}")
-    _check_values(field, chunk)
+    check_values(field, chunk)
     return chunk
 
 
-def _check_header(what: str, stream: PutStream, field: Field, info: RunInfo, header: ChunkHeader) -> None:
+def check_header(what: str, stream: PutStream, field: Field, info: RunInfo, header: ChunkHeader) -> None:
+    """Raise ``MalformedMessage`` or ``StaleEpoch`` for a header that does not belong here."""
     if stream.group >= len(field.groups):
         raise MalformedMessage(f"{what}: layer group {stream.group}, {field.name!r} has {len(field.groups)}")
     said = (header.run, header.field, header.chunk_id.group)
@@ -62,7 +63,7 @@ def _check_header(what: str, stream: PutStream, field: Field, info: RunInfo, hea
         )
 
 
-def _check_values(field: Field, chunk: Chunk) -> None:
+def check_values(field: Field, chunk: Chunk) -> None:
     """What a checksum cannot tell: whether the sender's values are ones that the field may hold."""
     if field.dtype == "bool":
         highest, lowest = 1, 0

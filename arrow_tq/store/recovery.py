@@ -11,9 +11,10 @@ import pyarrow as pa
 
 from arrow_tq.layout.messages import END_OF_STREAM
 from arrow_tq.logs import logger
-from arrow_tq.store import extent_schema, sidecar
+from arrow_tq.store import adopted, extent_schema, sidecar
 from arrow_tq.store.extent import Entry, Extent
 from arrow_tq.store.extent_key import TIERS, ExtentKey, Roots, Tier
+from arrow_tq.store.granted_file import GrantedFile
 from arrow_tq.store.mapped_file import PAGE, MappedFile
 from arrow_tq.store.space import Space
 from arrow_tq.store.walk import walk
@@ -71,6 +72,7 @@ class Recovery:
                 if recovered is None:
                     continue
                 expected.add(self._roots.sidecar(key, number))
+                expected.add(self._roots.adopted(key, number))
                 extents += 1
                 chunks += len(recovered.located)
                 walked += recovered.walked
@@ -84,6 +86,9 @@ class Recovery:
         if path.stat().st_size == 0:
             path.unlink()
             return None
+        log = self._roots.adopted(key, number)
+        if log.exists():
+            return self._open_granted(key, number, path, log)
         file = MappedFile.open(path, self._space)
         side = self._roots.sidecar(key, number)
         if file.data_end() == 0:
@@ -108,6 +113,22 @@ class Recovery:
             return None
         extent.chunks = len(located)
         return Recovered(extent, located, walked)
+
+    def _open_granted(self, key: ExtentKey, number: int, path: Path, log: Path) -> Recovered | None:
+        """A file that a client wrote, and may still write: what is not in its log is nothing."""
+        file = GrantedFile.open(path, self._space)
+        schema = extent_schema.read_copy(self._roots.sidecars(key), key)
+        if schema is None:
+            self._put_aside(file)
+            return None
+        extent = Extent.reopen(key, number, file, schema)
+        located = adopted.read(log, extent)
+        if not located:
+            self._delete(file, log)
+            return None
+        extent.used_bytes = max(entry.offset + entry.length for _, entry in located)
+        extent.chunks = len(located)
+        return Recovered(extent, located, walked=False)
 
     @staticmethod
     def _seal(extent: Extent) -> None:

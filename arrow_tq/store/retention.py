@@ -29,6 +29,7 @@ class Retention:
         """Take their names away: nobody finds them any more."""
         for extent in extents:
             self._roots.sidecar(extent.key, extent.number).unlink(missing_ok=True)
+            self._roots.adopted(extent.key, extent.number).unlink(missing_ok=True)
             if extent.key.tier == "memory":
                 self._recycling.put_aside(extent.file)
             else:
@@ -44,7 +45,7 @@ class Retention:
             gone = [extent for extent in zombies if extent.file.nobody_maps()]
             for extent in gone:
                 if extent.key.tier == "memory":
-                    self._recycling.offer(extent.key.run, extent.file)
+                    self._recycling.offer(extent.file.pool + extent.key.run, extent.file)
                 else:
                     extent.file.delete()
             with self._lock:

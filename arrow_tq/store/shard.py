@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from arrow_tq.layout.appender import Reserved
+from arrow_tq.layout.columns import Values
 from arrow_tq.logs import logger
 from arrow_tq.store.directory import claim_memory
 from arrow_tq.store.extent import Entry, Extent
 from arrow_tq.store.extent_key import ExtentKey, Roots, Tier
+from arrow_tq.store.granted_file import GrantedFile, Torn
+from arrow_tq.store.grants import Grants
 from arrow_tq.store.group_sync import GroupSync
-from arrow_tq.store.placing import Place, let_go
 from arrow_tq.store.populate import Populator
 from arrow_tq.store.recovery import Recovery, RecoveryReport
 from arrow_tq.store.recycling import Recycling
@@ -58,6 +59,7 @@ class Shard:
             config.memory_dir / "recycled", config.recycle_bytes, config.recycle_idle_s
         )
         self._retention = Retention(self._roots, self._recycling)
+        self._left_granted: list[tuple[Extent, GrantedFile]] = []
         self._corrupt = 0
         self._closed = False
         self._log = logger("arrow_tq.shard")
@@ -75,6 +77,9 @@ class Shard:
             entries=self._entries,
             make_room=self.make_room,
         )
+        self.grants = Grants(self._site, self)
+        for extent, file in self._left_granted:
+            self.grants.take_over(extent, file)
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -86,14 +91,13 @@ class Shard:
             StoreFull: no room; nothing was written.
             StoreInUse: in a fork of the process that opened the shard.
         """
-        self._check_process()
+        self.check_process()
         chunk_id = chunk.header.chunk_id
         tier: Tier = "disk" if durability == "disk" else "memory"
         key = ExtentKey(chunk.header.run, chunk.header.field, chunk_id.group, tier)
-        stream = self._streams.locked(key, field, self._site)
+        stream = self.locked_stream(key, field)
         try:
-            if self._closed:
-                raise Conflict(f"chunk {chunk.header.id}: the shard was closed")
+            self.check_open(f"chunk {chunk.header.id}")
             if self.is_here(chunk_id, chunk.header.checksum):
                 return False
             extent = stream.room(chunk.header.rows, chunk.valid is not None)
@@ -102,41 +106,6 @@ class Shard:
         finally:
             stream.lock.release()
         return True
-
-    def reserve(
-        self, field: Field, run: str, rows: int, header_bytes: int, durability: Durability
-    ) -> Place | None:
-        """Room for the same rows of every layer group, to be filled where they will stay.
-
-        Whoever has it keeps other writers of the field out until it is published or abandoned. None where
-        one of them is at work: two that convert at a time are faster than one that waits.
-
-        Raises:
-            StoreFull: no room; nothing is held.
-            StoreInUse: in a fork of the process that opened the shard.
-        """
-        self._check_process()
-        tier: Tier = "disk" if durability == "disk" else "memory"
-        held: list[tuple[Stream, Extent, Reserved]] = []
-        try:
-            for group in range(len(field.groups)):
-                key = ExtentKey(run, field.name, group, tier)
-                stream = self._streams.locked_at_once(key, field, self._site)
-                if stream is None:
-                    let_go(held)
-                    return None
-                try:
-                    if self._closed:
-                        raise Conflict(f"put to run {run!r}: the shard was closed")
-                    extent = stream.room(rows)
-                    held.append((stream, extent, extent.reserve(rows, header_bytes)))
-                except BaseException:
-                    stream.lock.release()
-                    raise
-        except BaseException:
-            let_go(held)
-            raise
-        return Place(self, held)
 
     def sync(self, run: str) -> None:
         """Return when all that was put before is on disk, whichever run it is of."""
@@ -154,6 +123,9 @@ class Shard:
             return None
         try:
             chunk = entry.extent.chunk(chunk_id, entry)
+        except Torn:
+            self._damaged(chunk_id, entry)
+            return None
         except ValueError:
             if not entry.extent.retired and not self._closed:
                 raise
@@ -161,13 +133,39 @@ class Shard:
             return None
         if not entry.verified:
             if not verify(chunk):
-                with self._lock:
-                    self._corrupt += not entry.corrupt
-                    entry.corrupt = True
-                self._log.error("chunk is damaged", chunk=chunk_id.hex, path=str(entry.extent.file.path))
+                self._damaged(chunk_id, entry)
                 return None
             entry.verified = True
         return chunk
+
+    def source(self, chunk_id: ChunkId) -> Chunk | Entry | None:
+        """The chunk as views, or, in a file that a client may cut, where to read it; None as ``get``."""
+        entry = self._index.get(chunk_id)
+        if entry is None or not isinstance(entry.extent.file, GrantedFile) or entry.nullable:
+            return self.get(chunk_id)
+        if entry.corrupt or (not entry.verified and self.get(chunk_id) is None):
+            return None
+        return entry
+
+    def part(self, chunk_id: ChunkId, entry: Entry, row: int, rows: int) -> Values | None:
+        """Rows of a chunk without null ones, read where that is needed; None where they are there no more."""
+        try:
+            return entry.extent.part(entry, row, rows)
+        except Torn:
+            self._damaged(chunk_id, entry)
+        except (ValueError, OSError):
+            if not entry.extent.retired and not self._closed:
+                raise
+        return None
+
+    def located(self, chunk_id: ChunkId) -> Entry | None:
+        """Where an attached chunk is, verified; None: not here, not attached, or damaged."""
+        entry = self._index.get(chunk_id)
+        if entry is None or not entry.pinned or entry.corrupt:
+            return None
+        if not entry.verified and self.get(chunk_id) is None:
+            return None
+        return entry
 
     def header(self, chunk_id: ChunkId) -> ChunkHeader | None:
         """The chunk's header, without touching its payload."""
@@ -263,6 +261,7 @@ class Shard:
             stream.retire_idle(self.config.seal_idle_s)
             if stream.live is not None:
                 self._populator.top_up(stream.live)
+        self.grants.maintain()
         self._unlink_retired()
         self._recycling.expire()
         with self._lock:
@@ -291,6 +290,23 @@ class Shard:
         self._index.clear()
         self._extents.clear()
 
+    def locked_stream(self, key: ExtentKey, field: Field) -> Stream:
+        """Where the chunks of a key go, its lock held."""
+        return self._streams.locked(key, field, self._site)
+
+    def locked_stream_at_once(self, key: ExtentKey, field: Field) -> Stream | None:
+        """The same; None where another writer has the lock."""
+        return self._streams.locked_at_once(key, field, self._site)
+
+    def adopt(self, chunk_id: ChunkId, entry: Entry) -> None:
+        """Show a chunk that a client wrote."""
+        self._publish(chunk_id, entry)
+
+    def seal_granted(self, extent: Extent) -> None:
+        """No chunk is adopted in it any more."""
+        extent.sealed = True
+        self._finished(extent)
+
     # -- inside --------------------------------------------------------------------------------
 
     def _recover(self) -> RecoveryReport:
@@ -301,6 +317,8 @@ class Shard:
         for recovered in recovery.extents():
             extent = recovered.extent
             self._extents.add(extent)
+            if isinstance(extent.file, GrantedFile):
+                self._left_granted.append((extent, extent.file))
             # They come in order of their numbers.
             self._streams.number_after(extent.key, extent.number)
             for chunk_id, entry in recovered.located:
@@ -357,6 +375,12 @@ class Shard:
             if not entry.pinned:
                 self._unpinned[chunk_id] = time.monotonic()
 
+    def _damaged(self, chunk_id: ChunkId, entry: Entry) -> None:
+        with self._lock:
+            self._corrupt += not entry.corrupt
+            entry.corrupt = True
+        self._log.error("chunk is damaged", chunk=chunk_id.hex, path=str(entry.extent.file.path))
+
     def _added(self, extent: Extent) -> None:
         with self._lock:
             self._extents.add(extent)
@@ -410,6 +434,12 @@ class Shard:
         self._recycling.clear()
         return self._space.used_bytes < before
 
-    def _check_process(self) -> None:
+    def check_open(self, what: str) -> None:
+        """Raise ``Conflict`` after ``close``. For writers, under their stream's lock."""
+        if self._closed:
+            raise Conflict(f"{what}: the shard was closed")
+
+    def check_process(self) -> None:
+        """Raise ``StoreInUse`` in a fork of the process that opened the shard."""
         if self._pid != os.getpid():
             raise StoreInUse(f"shard opened by process {self._pid}, used in its fork {os.getpid()}")

@@ -38,11 +38,8 @@ Located = Sequence[tuple[ChunkId, Entry]]
 def write(path: Path, extent: Extent, located: Located) -> None:
     """Write the sidecar, whole or not at all, and durably."""
     records = np.empty(len(located), RECORD)
-    for index, (chunk_id, entry) in enumerate(located):
-        records[index] = (
-            chunk_id.to_bytes(), bytes.fromhex(entry.checksum), entry.offset, entry.length, entry.start,
-            entry.epoch, entry.rows, entry.nullable,
-        )  # fmt: skip
+    for index, (chunk_id, one) in enumerate(located):
+        records[index] = record(chunk_id, one)
     head = json.dumps({"rows": len(located), "used_bytes": extent.used_bytes}).encode()
     content = _HEAD.pack(MAGIC, VERSION, len(head)) + head + records.tobytes()
     content += xxhash.xxh3_64_digest(content)
@@ -65,14 +62,20 @@ def read(path: Path, extent: Extent) -> list[tuple[ChunkId, Entry]] | None:
         return None
     extent.used_bytes = head["used_bytes"]
     records = np.frombuffer(content[_HEAD.size + length : -8], RECORD, head["rows"])
-    return [
-        (
-            ChunkId.from_bytes(bytes(record["id"])),
-            Entry(
-                extent, int(record["offset"]), int(record["length"]), int(record["rows"]),
-                bool(record["nullable"]), int(record["start"]), int(record["epoch"]),
-                bytes(record["checksum"]).hex(), verified=False,
-            ),
-        )
-        for record in records
-    ]  # fmt: skip
+    return [entry(one, extent) for one in records]
+
+
+def record(chunk_id: ChunkId, entry: Entry) -> tuple[bytes, bytes, int, int, int, int, int, bool]:
+    """A row of ``RECORD``."""
+    return (
+        chunk_id.to_bytes(), bytes.fromhex(entry.checksum), entry.offset, entry.length, entry.start,
+        entry.epoch, entry.rows, entry.nullable,
+    )  # fmt: skip
+
+
+def entry(row: np.void, extent: Extent) -> tuple[ChunkId, Entry]:
+    """The other way round; not verified yet."""
+    return ChunkId.from_bytes(bytes(row["id"])), Entry(
+        extent, int(row["offset"]), int(row["length"]), int(row["rows"]), bool(row["nullable"]),
+        int(row["start"]), int(row["epoch"]), bytes(row["checksum"]).hex(), verified=False,
+    )  # fmt: skip

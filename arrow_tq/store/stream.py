@@ -71,6 +71,11 @@ class Stream:
         self.layout = ColumnLayout(self._schema)
         extent_schema.keep_copy(site.roots.sidecars(key), self._schema, key)
 
+    @property
+    def schema(self) -> pa.Schema:
+        """As extents carry it."""
+        return self._schema
+
     def room(self, rows: int, nullable: bool = False) -> Extent:
         """A live extent with blocks for a chunk of so many rows, with or without validity bits.
 

@@ -19,6 +19,7 @@ from arrow_tq_schemas.commands import Command, Reply, StepCommit, TaskSpec, pack
 from arrow_tq_schemas.errors import Misaligned, error_types
 from arrow_tq_schemas.fields import Field, Task
 from arrow_tq_schemas.ids import ChunkId
+from arrow_tq_schemas.locations import LOCATION_DTYPE, pack_ids
 from arrow_tq_schemas.manifests import OWNED_DTYPE, Manifest, ranges
 from arrow_tq_schemas.names import segment_id
 from arrow_tq_schemas.receipts import Receipt, StoredChunk
@@ -199,6 +200,15 @@ def all_commands() -> list[Command]:
         commands.GetPressure(),
         commands.GetStats(),
         commands.RunQuery(query="SELECT 1", run="r"),
+        commands.FindHost(),
+        commands.LocateChunks(run="r", field="logprobs", proof=REQUEST, chunk_ids=pack_ids([FIRST, SECOND])),
+        commands.GrantExtent(run="r", field="logprobs", group=1, proof=REQUEST, size_bytes=1 << 22),
+        commands.AdoptChunks(
+            run="r", field="logprobs", proof=REQUEST, grant=CLAIM,
+            chunks=[commands.AdoptedChunk(offset=512, header=chunk()[1].header.to_bytes().decode())],
+        ),
+        commands.KeepGrants(proof=REQUEST, grants=[CLAIM]),
+        commands.EndGrants(proof=REQUEST, grants=[CLAIM]),
     ]  # fmt: skip
 
 
@@ -256,6 +266,15 @@ def replies() -> dict[str, commands.Wire]:
             open_sessions=1, unclaimed_segments=2, waiters=3,
         ),
         "Stats": commands.Stats(values={"chunks{run=r}": 3.0}),
+        "HostInfo": commands.HostInfo(boot_id="1b2c", proof_path="/dev/shm/store/host.proof"),
+        "ChunkLocations": commands.ChunkLocations(
+            extents=[commands.ExtentPlace(token="00ff", path="/dev/shm/store/000000.arrows")]
+        ),
+        "ExtentGrant": commands.ExtentGrant(
+            grant=CLAIM, path="/dev/shm/store/000000.arrows", size_bytes=1 << 22, used_bytes=512, lease_s=30.0
+        ),
+        "ChunkVerdicts": commands.ChunkVerdicts(errors=[None, Misaligned("here", position=3).to_wire()]),
+        "GrantsKept": commands.GrantsKept(grants=[CLAIM]),
         "Done": commands.Done(count=3),
         "Empty": commands.Empty(),
     }  # fmt: skip
@@ -279,6 +298,7 @@ def golden() -> dict[str, bytes]:
         "commands.json": wires({command.verb: command for command in all_commands()}),
         "replies.json": wires(replies()),
         "reply.bin": pack_reply(reply),
+        "location_dtype.json": pretty([list(one) for one in LOCATION_DTYPE.descr]),
         "fields.json": pretty({name: field.to_json() for name, field in fields().items()}),
         "tasks.json": pretty([Task("actor").to_json(), Task("critic", ("logprobs",)).to_json()]),
         "arrow_schemas.txt": schemas({name: field.arrow_schema() for name, field in fields().items()}),

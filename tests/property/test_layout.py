@@ -66,9 +66,9 @@ def test_bytes_are_those_of_pyarrow(
     schema = extent_schema.stamp(field.arrow_schema(0), ExtentKey("run", "field", 0, "memory"))
     layout = ColumnLayout(schema)
     # Memory that other chunks lay in before.
-    memory = np.full(1 << 16, before, np.uint8)
-    appender = Appender(memory, schema, layout)
-    appender.begin()
+    memory = np.full(1 << 19, before, np.uint8)
+    appender = Appender(memory, layout)
+    appender.begin(schema.serialize().to_pybytes())
     ends = []
     for values, valid, metadata in chunks:
         nulls = None if valid is None or valid.all() else valid

@@ -1,0 +1,170 @@
+"""Tells the server which chunks were written into its files, many in one call, on one thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from arrow_tq.backend import Header
+from arrow_tq.client.pending import PendingPut
+from arrow_tq.client.puts import Puts
+from arrow_tq.client.samehost.granted import Granted, Writer
+from arrow_tq.client.samehost.host import Host
+from arrow_tq.layout.appender import Reserved
+from arrow_tq_schemas.chunks import Chunk, ChunkHeader
+from arrow_tq_schemas.commands import AdoptChunks, AdoptedChunk, ChunkVerdicts
+from arrow_tq_schemas.errors import ArrowTQError, Conflict, InternalError, NotFound, Unavailable, from_wire
+
+CHUNKS_A_CALL_MAX = 256
+
+
+@dataclass(slots=True, eq=False)
+class Written:
+    """One chunk in a granted file, on its way to be adopted."""
+
+    writer: Writer
+    granted: Granted
+    reserved: Reserved
+    header: Header
+    handle: PendingPut
+
+    @property
+    def nbytes(self) -> int:
+        return self.reserved.values.nbytes
+
+    def chunk(self) -> Chunk:
+        """As it would travel."""
+        return Chunk(ChunkHeader.from_bytes(self.header.raw), self.reserved.values, None)
+
+
+class Adopter:
+    """One thread, which runs while there is something to adopt or a grant to keep.
+
+    Args:
+        settled: told of each chunk that is stored or failed.
+        tend: called when nothing came for a while; gives whether there is anything left to look after.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        puts: Puts,
+        settled: Callable[[Written], None],
+        tend: Callable[[], bool],
+        period_s: float,
+    ) -> None:
+        self._host = host
+        self._puts = puts
+        self._settled = settled
+        self._tend = tend
+        self._period_s = period_s
+        self._changed = threading.Condition()
+        self._queue: deque[Written] = deque()
+        self._busy = 0
+        self._tended_at = 0.0
+        self._running = False
+        self._ending = False
+
+    def submit(self, items: Sequence[Written]) -> None:
+        """Adopt these; their handles hear of it. Raises ``Conflict`` after ``close``."""
+        with self._changed:
+            if self._ending:
+                raise Conflict("put: the connection was closed")
+            for item in items:
+                item.granted.unadopted += 1
+            self._queue.extend(items)
+            self._busy += len(items)
+            if not self._running:
+                self._running = True
+                self._tended_at = time.monotonic()
+                threading.Thread(target=self._loop, name="arrow-tq-adopt", daemon=True).start()
+            self._changed.notify_all()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything submitted is settled."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._busy == 0, max(timeout_s, 0.0))
+
+    def close(self, timeout_s: float) -> None:
+        """Settle what there is, and end."""
+        self.drain(timeout_s)
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+
+    def _loop(self) -> None:
+        while (items := self._next()) is not None:
+            if items:
+                self._adopt(items)
+
+    def _next(self) -> list[Written] | None:
+        """Chunks of one file; an empty list after something else was looked after; None to end."""
+        with self._changed:
+            due = self._tended_at + self._period_s
+            if not self._queue and not self._ending:
+                self._changed.wait(max(due - time.monotonic(), 0.0))
+            if self._queue and (time.monotonic() < due or self._ending):
+                first = self._queue.popleft()
+                items = [first]
+                while self._queue and len(items) < CHUNKS_A_CALL_MAX:
+                    if self._queue[0].granted is not first.granted:
+                        break
+                    items.append(self._queue.popleft())
+                return items
+        more = self._tend()
+        self._tended_at = time.monotonic()
+        with self._changed:
+            if self._ending or (not more and not self._queue):
+                self._running = False
+                return None
+        return []
+
+    def _adopt(self, items: Sequence[Written]) -> None:
+        first = items[0]
+        writer, proof = first.writer, self._host.proof()
+        try:
+            if proof is None:
+                raise NotFound("same host: no more")
+            told = [AdoptedChunk(offset=one.reserved.offset, header=one.header.raw.decode()) for one in items]
+            command = AdoptChunks(
+                run=writer.run, field=writer.field.name, proof=proof, grant=first.granted.grant, chunks=told
+            )
+            verdicts, _ = self._host.ask(command, ChunkVerdicts)
+            if len(verdicts.errors) != len(items):
+                raise InternalError(f"adopt: {len(verdicts.errors)} verdicts on {len(items)} chunks")
+        except (NotFound, Unavailable) as error:
+            # The server was restarted, or takes grants back: what was written is sent instead.
+            if proof is not None:
+                self._host.forget_stale(error, proof)
+            writer.lose(first.granted)
+            threading.Thread(target=self._send, args=(items,), name="arrow-tq-resend", daemon=True).start()
+            return
+        except ArrowTQError as error:
+            self._settle((one, error) for one in items)
+            return
+        self._settle(
+            (one, None if wire is None else from_wire(wire))
+            for one, wire in zip(items, verdicts.errors, strict=True)
+        )
+
+    def _send(self, items: Sequence[Written]) -> None:
+        """The way of everybody else."""
+        for item in items:
+            failure: ArrowTQError | None = None
+            try:
+                self._puts.put(item.writer.field, [item.chunk()]).wait(None)
+            except ArrowTQError as error:
+                failure = error
+            self._settle([(item, failure)])
+
+    def _settle(self, outcomes: Iterable[tuple[Written, ArrowTQError | None]]) -> None:
+        for item, error in outcomes:
+            self._settled(item)
+            item.handle.settle(error)
+            with self._changed:
+                item.granted.unadopted -= 1
+                self._busy -= 1
+                self._changed.notify_all()

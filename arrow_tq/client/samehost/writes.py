@@ -1,0 +1,224 @@
+"""Writes into the server's memory: rows are converted into files that it granted, and adopted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from arrow_tq.backend import Header, Place
+from arrow_tq.client.connection import Connection
+from arrow_tq.client.pending import PendingPut, Room
+from arrow_tq.client.puts import Puts
+from arrow_tq.client.samehost.adopter import Adopter, Written
+from arrow_tq.client.samehost.granted import Granted, Writer
+from arrow_tq.client.samehost.host import Host
+from arrow_tq.layout.appender import Reserved
+from arrow_tq.layout.columns import Values
+from arrow_tq_schemas.commands import Done, DropChunks, EndGrants, GrantsKept, KeepGrants
+from arrow_tq_schemas.errors import ArrowTQError
+from arrow_tq_schemas.fields import Field
+
+TEND_S = 1.0
+"""How often full and idle grants are given back."""
+KEEP_S = 8.0
+"""How often the others are renewed: well below a lease."""
+LOCK_WAIT_S = 0.005
+"""For whoever looks after the files; a writer that fills a chunk takes longer, and is not waited for."""
+Held = list[tuple[Writer, Granted, Reserved]]
+
+
+class HostWrites:
+    """Implements ``Placer`` for a client on the server's machine. Thread-safe.
+
+    Attributes:
+        puts: chunks written this way.
+        put_bytes: their payload.
+    """
+
+    def __init__(self, connection: Connection, host: Host, puts: Puts) -> None:
+        options = connection.options
+        self._host = host
+        self._idle_s = options.stream_idle_s
+        self._room = Room(options.put_inflight_bytes_max, options.put_room_s)
+        self._lock = threading.Lock()
+        self._writers: dict[tuple[str, str, int], Writer] = {}
+        self.adopter = Adopter(host, puts, self._settled, self._tend, TEND_S)
+        self._kept_at = 0.0
+        self.puts = 0
+        self.put_bytes = 0
+
+    def reserve(self, field: Field, run: str, rows: int, header_bytes: int) -> HostPlace | None:
+        if self._host.proof() is None:
+            return None
+        size = rows * field.row_bytes
+        self._room.take(size)
+        held: Held = []
+        try:
+            for group in range(len(field.groups)):
+                writer = self._writer(run, field, group)
+                if not writer.lock.acquire(timeout=LOCK_WAIT_S):
+                    break
+                try:
+                    found = writer.reserve(rows, header_bytes)
+                except BaseException:
+                    writer.lock.release()
+                    raise
+                if found is None:
+                    writer.lock.release()
+                    break
+                held.append((writer, *found))
+            else:
+                return HostPlace(self, held, size)
+        except BaseException:
+            self._let_go(held, size)
+            raise
+        self._let_go(held, size)
+        return None
+
+    def stored(self, run: str, places: Sequence[Place]) -> AllOf:
+        return AllOf([place.handle for place in places if isinstance(place, HostPlace)])
+
+    def published(self, items: Sequence[Written]) -> None:
+        """Chunks that are complete in their files."""
+        self.adopter.submit(items)
+        with self._lock:
+            self.puts += len(items)
+            self.put_bytes += sum(item.nbytes for item in items)
+
+    def withdraw(self, run: str, items: Sequence[Written]) -> None:
+        """Chunks of a put that failed: once they are adopted they are dropped."""
+        for item in items:
+            try:
+                item.handle.wait(None)
+            except ArrowTQError:
+                continue
+        names = [item.header.chunk_id.hex for item in items]
+        try:
+            self._host.ask(DropChunks(run=run, chunk_ids=names), Done)
+        except ArrowTQError:
+            # Nothing attached them: the store reaps them itself.
+            return
+
+    def give(self, size: int) -> None:
+        """Room that a place took and did not use."""
+        self._room.give(size)
+
+    def close(self, timeout_s: float) -> None:
+        """Have everything adopted, and end the grants."""
+        self.adopter.close(timeout_s)
+        with self._lock:
+            writers = list(self._writers.values())
+            self._writers.clear()
+        # Those with chunks still under way end by their lease.
+        self._end([one for writer in writers for one in writer.held() if not one.unadopted])
+
+    def _writer(self, run: str, field: Field, group: int) -> Writer:
+        key = (run, field.name, group)
+        writer = self._writers.get(key)
+        if writer is None:
+            with self._lock:
+                writer = self._writers.setdefault(key, Writer(self._host, run, field, group))
+        return writer
+
+    def _settled(self, item: Written) -> None:
+        self._room.give(item.nbytes)
+
+    def _let_go(self, held: Held, size: int) -> None:
+        for writer, _, _ in held:
+            writer.lock.release()
+        self._room.give(size)
+
+    def _tend(self) -> bool:
+        """Renew what is in use, end what is idle or full; whether anything is left."""
+        with self._lock:
+            writers = list(self._writers.values())
+        before = time.monotonic() - self._idle_s
+        ended: list[Granted] = []
+        kept: list[Granted] = []
+        for writer in writers:
+            with writer.lock:
+                done = [one for one in writer.full if not one.unadopted]
+                writer.full = [one for one in writer.full if one.unadopted]
+                if writer.used_at < before:
+                    done.extend(writer.let_go())
+                kept.extend(writer.held())
+            ended.extend(done)
+        self._end(ended)
+        self._keep(kept)
+        return bool(kept)
+
+    def _keep(self, granted: Sequence[Granted]) -> None:
+        proof = self._host.proof() if granted else None
+        if proof is None or time.monotonic() < self._kept_at + KEEP_S:
+            return
+        self._kept_at = time.monotonic()
+        try:
+            self._host.ask(KeepGrants(proof=proof, grants=[one.grant for one in granted]), GrantsKept)
+        except ArrowTQError:
+            # What ended meanwhile is found out when it is used: its chunks are then sent.
+            return
+
+    def _end(self, granted: Sequence[Granted]) -> None:
+        proof = self._host.proof() if granted else None
+        if proof is None:
+            return
+        try:
+            self._host.ask(EndGrants(proof=proof, grants=[one.grant for one in granted]), Done)
+        except ArrowTQError:
+            # They end by their lease.
+            return
+
+
+class HostPlace:
+    """Implements ``Place`` over granted files, the locks of their writers held."""
+
+    def __init__(self, writes: HostWrites, held: Held, size: int) -> None:
+        self._writes = writes
+        self._held = held
+        self._size = size
+        self._items: list[Written] = []
+        self.handle = PendingPut(len(held))
+
+    @property
+    def values(self) -> list[Values]:
+        return [reserved.values for _, _, reserved in self._held]
+
+    def publish(self, headers: Sequence[Header]) -> None:
+        held, size = self._held, self._size
+        self._held, self._size = [], 0
+        try:
+            for (writer, granted, reserved), header in zip(held, headers, strict=True):
+                granted.appender.complete(reserved, header.raw)
+                self._items.append(Written(writer, granted, reserved, header, self.handle))
+            self._writes.published(self._items)
+        except BaseException:
+            self._writes.give(size)
+            raise
+        finally:
+            for writer, _, _ in held:
+                writer.lock.release()
+
+    def abandon(self) -> None:
+        held, size = self._held, self._size
+        self._held, self._size = [], 0
+        for writer, _, _ in held:
+            writer.lock.release()
+        if held:
+            self._writes.give(size)
+
+    def withdraw(self) -> None:
+        if self._items:
+            self._writes.withdraw(self._items[0].writer.run, self._items)
+
+
+class AllOf:
+    """A put in several places."""
+
+    def __init__(self, handles: Sequence[PendingPut]) -> None:
+        self._handles = handles
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for handle in self._handles:
+            handle.wait(None if until is None else max(until - time.monotonic(), 0.0))

@@ -1,0 +1,265 @@
+"""Extents that clients on this machine write, and the chunks in them that this process believes.
+
+A grant is a preallocated file for one client, run, field and layer group. The client appends to its mapping;
+nothing of it counts before it is adopted: read with ``pread``, compared with the message that belongs there,
+verified, noted in the log, shown. A client that dies or writes rubbish costs its own chunks.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field as slot
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from arrow_tq.layout.messages import END_OF_STREAM
+from arrow_tq.logs import logger
+from arrow_tq.store import adopted
+from arrow_tq.store.extent import Entry, Extent
+from arrow_tq.store.extent_key import ExtentKey
+from arrow_tq.store.granted_file import GrantedFile, Torn
+from arrow_tq.store.receiving import check_header, check_values
+from arrow_tq.store.stream import Stream, StreamSite
+from arrow_tq_schemas.chunks import Chunk, ChunkHeader, verify
+from arrow_tq_schemas.commands import AdoptChunks, AdoptedChunk, ExtentGrant, RunInfo
+from arrow_tq_schemas.errors import ArrowTQError, MalformedMessage, NotFound, StoreFull
+from arrow_tq_schemas.fields import Field
+from arrow_tq_schemas.ids import ChunkId
+from arrow_tq_schemas.tickets import PutStream
+
+if TYPE_CHECKING:
+    from arrow_tq.store.shard import Shard
+
+LEASE_S = 30.0
+"""A grant that its client neither uses nor renews for so long ends."""
+GRANTS_MAX = 1024
+FILL_MAX = 0.7
+"""Of the capacity, above which nothing is granted: what is left is for chunks as they come."""
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """One file of one client."""
+
+    token: str
+    extent: Extent
+    file: GrantedFile
+    log: Path
+    expires_at: float
+    lock: threading.Lock = slot(default_factory=threading.Lock)
+    ended: bool = False
+    _scratch: npt.NDArray[np.uint8] = slot(default_factory=lambda: np.empty(0, np.uint8))
+
+    def scratch(self, size: int) -> npt.NDArray[np.uint8]:
+        """Memory to verify a chunk in, the same each time: fresh pages cost more than the copy. Lock held."""
+        if len(self._scratch) < size:
+            self._scratch = np.empty(size, np.uint8)
+        return self._scratch[:size]
+
+
+class Grants:
+    """The grants of a shard. Thread-safe."""
+
+    def __init__(self, site: StreamSite, shard: Shard) -> None:
+        self._site = site
+        self._shard = shard
+        self._lock = threading.Lock()
+        self._grants: dict[str, Grant] = {}
+        self._unfinished: list[tuple[Extent, GrantedFile]] = []
+        """Ended, and perhaps still mapped by who wrote them."""
+        self.chunks_adopted = 0
+        self.bytes_adopted = 0
+
+    def __len__(self) -> int:
+        return len(self._grants)
+
+    def grant(self, field: Field, key: ExtentKey, size_bytes: int) -> ExtentGrant:
+        """A file for a client to write to.
+
+        Raises:
+            StoreFull: too much is granted or stored already; the client sends its chunks instead.
+        """
+        site = self._site
+        # What is kept for new extents gives way to whatever needs it.
+        used_bytes = site.space.used_bytes - site.recycling.kept_bytes
+        if used_bytes + size_bytes > FILL_MAX * site.space.capacity_bytes:
+            raise StoreFull(f"no grant of {size_bytes} bytes above a fill of {FILL_MAX}")
+        if len(self._grants) >= GRANTS_MAX:
+            raise StoreFull(f"no grant: {GRANTS_MAX} are out")
+        stream = self._shard.locked_stream(key, field)
+        try:
+            # Under the lock, so that the key's folders stay.
+            extent, file = self._create(stream, size_bytes)
+        finally:
+            stream.lock.release()
+        log = site.roots.adopted(key, extent.number)
+        grant = Grant(secrets.token_hex(16), extent, file, log, time.monotonic() + LEASE_S)
+        with self._lock:
+            self._grants[grant.token] = grant
+        return ExtentGrant(
+            grant=grant.token,
+            path=str(file.path.absolute()),
+            size_bytes=size_bytes,
+            used_bytes=extent.used_bytes,
+            lease_s=LEASE_S,
+        )
+
+    def adopt(self, command: AdoptChunks, field: Field, info: RunInfo) -> list[dict[str, object] | None]:
+        """Believe chunks of a grant, each by itself; None for each that is stored, its error otherwise.
+
+        Raises:
+            NotFound: the grant has ended, or is another process's.
+        """
+        grant = self._of(command.grant)
+        key = grant.extent.key
+        if (key.run, key.field) != (command.run, command.field):
+            raise NotFound(f"grant of {key.run!r}, {key.field!r}: not of {command.run!r}, {command.field!r}")
+        with grant.lock:
+            if grant.ended:
+                raise NotFound("grant: it has ended", what="grant")
+            grant.expires_at = time.monotonic() + LEASE_S
+            errors: list[dict[str, object] | None] = []
+            good: list[tuple[ChunkId, Entry]] = []
+            for told in command.chunks:
+                try:
+                    located = self._check(grant, told, field, info)
+                except ArrowTQError as error:
+                    errors.append(error.to_wire())
+                    continue
+                errors.append(None)
+                if located is not None:
+                    good.append(located)
+                    grant.extent.used_bytes = located[1].offset + located[1].length
+            if good:
+                adopted.append(grant.log, good)
+                for chunk_id, entry in good:
+                    self._shard.adopt(chunk_id, entry)
+                    self.bytes_adopted += entry.length
+                self.chunks_adopted += len(good)
+            return errors
+
+    def keep(self, tokens: Sequence[str]) -> list[str]:
+        """Renew grants; gives those that are still there."""
+        until = time.monotonic() + LEASE_S
+        with self._lock:
+            kept = [grant for token in tokens if (grant := self._grants.get(token)) is not None]
+        for grant in kept:
+            grant.expires_at = until
+        return [grant.token for grant in kept]
+
+    def end(self, tokens: Sequence[str]) -> int:
+        """Their client writes no more; gives how many that were."""
+        with self._lock:
+            ended = [grant for token in tokens if (grant := self._grants.pop(token, None)) is not None]
+        for grant in ended:
+            with grant.lock:
+                grant.ended = True
+            self.take_over(grant.extent, grant.file)
+        return len(ended)
+
+    def take_over(self, extent: Extent, file: GrantedFile) -> None:
+        """An extent that nobody is to write to any more; also one of an earlier process."""
+        with self._lock:
+            self._unfinished.append((extent, file))
+        self._shard.seal_granted(extent)
+
+    def maintain(self) -> None:
+        """End what expired, and give back what ended grants did not use."""
+        now = time.monotonic()
+        with self._lock:
+            expired = [token for token, grant in self._grants.items() if grant.expires_at < now]
+            unfinished, self._unfinished = self._unfinished, []
+        left = [(extent, file) for extent, file in unfinished if not self._finish(extent, file)]
+        with self._lock:
+            self._unfinished.extend(left)
+        if expired:
+            logger("arrow_tq.grants").info("grants expired", grants=self.end(expired), after_s=LEASE_S)
+
+    def _create(self, stream: Stream, size_bytes: int) -> tuple[Extent, GrantedFile]:
+        """The next extent of a stream, with its log and its schema."""
+        site, key = self._site, stream.key
+        number, stream.next_number = stream.next_number, stream.next_number + 1
+        log, path = site.roots.adopted(key, number), site.roots.extent(key, number)
+        adopted.create(log)
+        try:
+            file = self._file(key, path, size_bytes)
+        except BaseException:
+            log.unlink()
+            raise
+        extent = Extent.over(key, number, file, stream.schema, stream.layout)
+        schema = stream.schema.serialize().to_pybytes()
+        file.write(0, schema)
+        extent.used_bytes = len(schema)
+        site.added(extent)
+        return extent, file
+
+    def _finish(self, extent: Extent, file: GrantedFile) -> bool:
+        """Cut an ended extent after its last chunk; True where nothing is left to do."""
+        return extent.retired or file.finish(extent.used_bytes, END_OF_STREAM)
+
+    def _file(self, key: ExtentKey, path: Path, size_bytes: int) -> GrantedFile:
+        recycled = self._site.recycling.take(GrantedFile.pool + key.run, path, size_bytes)
+        if recycled is not None:
+            assert isinstance(recycled, GrantedFile)
+            return recycled
+        try:
+            return GrantedFile.create(path, size_bytes, self._site.space)
+        except StoreFull:
+            if not self._site.make_room():
+                raise
+        return GrantedFile.create(path, size_bytes, self._site.space)
+
+    def _of(self, token: str) -> Grant:
+        with self._lock:
+            grant = self._grants.get(token)
+        if grant is None:
+            raise NotFound("grant: it has ended, or was another process's", what="grant")
+        return grant
+
+    def _check(
+        self, grant: Grant, told: AdoptedChunk, field: Field, info: RunInfo
+    ) -> tuple[ChunkId, Entry] | None:
+        """The entry of a chunk that is whole and right; None where it is stored already."""
+        header = ChunkHeader.from_bytes(told.header.encode())
+        extent, key = grant.extent, grant.extent.key
+        what = f"chunk {header.id}"
+        stream = PutStream(run=key.run, field=key.field, group=key.group)
+        check_header(what, stream, field, info, header)
+        raw = told.header.encode()
+        if header.token or raw != header.to_bytes():
+            raise MalformedMessage(f"{what}: its header is not in the form that is stored")
+        plan = extent.layout.plan(header.rows, False, len(raw))
+        offset = told.offset
+        if offset % 8 or offset < extent.used_bytes or offset + plan.length > grant.file.size_bytes:
+            raise MalformedMessage(
+                f"{what}: {plan.length} bytes at {offset}: expected to lie between {extent.used_bytes} and "
+                f"{grant.file.size_bytes}"
+            )
+        try:
+            head = grant.file.read(offset, plan.values_at)
+            values = np.frombuffer(
+                grant.file.read_into(grant.scratch(plan.values_bytes), offset + plan.values_at),
+                extent.layout.dtype,
+            )
+        except Torn as error:
+            raise MalformedMessage(f"{what}: {error}") from None
+        if bytes(head) != bytes(extent.layout.head(plan, 0, raw)):
+            raise MalformedMessage(f"{what}: the message at {offset} is not the one of its header")
+        chunk = Chunk(header, values.reshape(header.rows, *extent.layout.item_shape), None)
+        if not verify(chunk):
+            raise MalformedMessage(f"{what}: its values do not have the checksum {header.checksum}")
+        check_values(field, chunk)
+        chunk_id = header.chunk_id
+        if self._shard.is_here(chunk_id, header.checksum):
+            return None
+        entry = Entry(
+            *(extent, offset, plan.length, header.rows, False, header.start, header.epoch, header.checksum),
+            verified=True,
+        )
+        return chunk_id, entry
