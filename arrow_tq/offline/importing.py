@@ -83,6 +83,8 @@ class _Work:
 
     run: Run
     source: ExportReader
+    received: set[str] = slot(default_factory=set)
+    """Fields that the steps of the session under way have rows of."""
     summary: ImportSummary = slot(default_factory=ImportSummary)
 
 
@@ -112,6 +114,7 @@ def _import_session(work: _Work, row: Row) -> None:
         tasks=row["tasks"],
         columns=row["columns"],
     )
+    work.received.clear()
     session: Session | None = None
     try:
         info = ask(run.backend, command, SessionInfo)
@@ -159,6 +162,7 @@ def _import_step(work: _Work, session: Session, row: Row) -> None:
     with step:
         for receipt in work.source.receipts_of(row):
             step.attach(_store(work, step, work.source.fields[receipt["field"]], receipt), overlay=True)
+            work.received.add(receipt["field"])
         for blob in work.source.blobs_of(row):
             step.attach_blob(work.source.content(blob["blob_id"]), blob["media_type"])
     work.summary.steps += 1
@@ -248,8 +252,12 @@ def _settle(work: _Work, ids: list[str]) -> None:
 def _check_composed(work: _Work, row: Row, exported: Row) -> None:
     fields = work.source.fields
     was = {name: exported[name] for name in COMPOSED}
-    was["complete_fields"] = [name for name in exported["complete_fields"] if name in fields]
     now = {name: row[name] for name in was}
+    # Values that a trainer put late are no part of the steps, and not in the export.
+    was["complete_fields"] = [
+        name for name in exported["complete_fields"] if name in fields and name in work.received
+    ]
+    now["complete_fields"] = row["complete_fields"]
     if was != now:
         different = next(name for name in was if was[name] != now[name])
         raise Conflict(

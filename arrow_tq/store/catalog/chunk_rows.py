@@ -41,9 +41,13 @@ def take_holds(change: Change, session: int, view: str) -> None:
 
 
 def take_late_holds(change: Change, segment: int, chunks: Sequence[int]) -> bool:
-    """Count the tasks that still have to read chunks which a segment got late; whether there is any."""
+    """Count the tasks that still have to read chunks which a segment got late; whether there is any.
+
+    One that is done, but kept for a rewind, may have to again.
+    """
     pairs = (
-        "segment_tasks.segment = ? AND segment_tasks.state NOT IN ('done', 'discarded') "
+        "segment_tasks.segment = ? AND (segment_tasks.state NOT IN ('done', 'discarded') OR EXISTS "
+        "(SELECT 1 FROM kept WHERE kept.segment = segment_tasks.segment AND kept.task = segment_tasks.task)) "
         "AND segment_chunks.chunk IN (SELECT value FROM json_each(?))"
     )
     change.execute(

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from arrow_tq import errors
+from arrow_tq import Field, errors
 from arrow_tq.interface import Store
 from arrow_tq.offline import Selection, export_segments, import_export
 from arrow_tq.runs import Run
-from arrow_tq.testing.rollouts import Rollout
+from arrow_tq.testing.rollouts import Rollout, declared_fields
 from arrow_tq.testing.scenes import chunks_stored, fill, open_run, wait_until
 
 
@@ -89,6 +89,37 @@ class CheckpointConformance:
             assert (await run.arewind("one")).segments == list(kept)
 
         asyncio.run(scene())
+
+    def test_late_values_outlive_a_mark_and_a_rewind(self, store: Store) -> None:
+        declared = [*declared_fields(), Field("values", "float32")]
+        run = store.run("late", fields=declared, tasks=("actor", "critic"))
+        ((name, rollout),) = fill(run, 1).items()
+        values = np.arange(len(rollout.tokens), dtype=np.float32)
+        run.mark("one")
+        run.claim(1, task="actor").release()
+        critic = run.claim(1, task="critic")
+        critic.put("values", [values])
+        run.mark("two")
+        np.testing.assert_array_equal(critic.fetch("values")["values"][0], values)
+        critic.release()
+        assert run.rewind("two").segments == [name]
+        again = run.claim(1, task="critic")
+        np.testing.assert_array_equal(again.fetch("values")["values"][0], values)
+        again.put("values", [values + 1])
+        np.testing.assert_array_equal(again.fetch("values")["values"][0], values + 1)
+        again.release()
+        run.mark("three")
+        wait_until(lambda: chunks_stored(store) == 0)
+
+    def test_an_export_without_late_values(self, store: Store, tmp_path: Path) -> None:
+        declared = [*declared_fields(), Field("values", "float32")]
+        run = store.run("late", fields=declared)
+        ((name, rollout),) = fill(run, 1).items()
+        batch = run.claim(1)
+        batch.put("values", [np.ones(len(rollout.tokens), np.float32)])
+        export_segments(run, Selection(batch.segment_ids), tmp_path / "out")
+        import_export(store, tmp_path / "out", "again")
+        self._same(store.run("again"), [name], {name: rollout})
 
     def test_an_export_is_the_same_in_another_run(self, store: Store, tmp_path: Path) -> None:
         run = open_run(store)
