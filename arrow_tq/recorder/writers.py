@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ParamSpec
 import pyarrow as pa
 
 from arrow_tq.calls import ask
-from arrow_tq.producer.encode import Encoded, encode
+from arrow_tq.producer.encode import Encoded, Encoder
 from arrow_tq.recorder.keeper import IDS_A_CALL_MAX
 from arrow_tq.recorder.room import Room
 from arrow_tq.recorder.window import Piece
@@ -41,22 +41,14 @@ class OneId:
 
 
 def encode_piece(run: Run, field: Field, piece: Piece, chunk_id: ChunkId) -> Encoded:
-    """A piece as one chunk of this id (siblings for the other layer groups)."""
+    """A piece as one chunk of this id (siblings for the other layer groups), in place where that goes."""
     rows: object = piece.values
     if piece.valid is not None:
         shape = list(field.shape)
         kind = pa.fixed_shape_tensor(field.type.arrow, shape) if shape else field.type.arrow
         rows = to_array(piece.values, piece.valid, kind)
-    return encode(
-        field,
-        rows,
-        piece.start,
-        run=run.name,
-        epoch=run.epoch,
-        shard=chunk_id.shard,
-        ids=OneId(chunk_id),
-        chunk_bytes=max(piece.values.nbytes, 1),
-    )
+    encoder = Encoder(field, run.name, run.epoch, max(piece.values.nbytes, 1))
+    return encoder.encode(rows, piece.start, chunk_id.shard, OneId(chunk_id), run.backend.placer)
 
 
 def each_group(field: Field, ids: Iterable[ChunkId]) -> list[str]:
@@ -154,9 +146,7 @@ class Writers:
     ) -> None:
         stored, failure = None, None
         try:
-            encoded = encode_piece(self._run, field, piece, chunk_id)
-            self._store(field, encoded)
-            (stored,) = encoded.receipt.chunks
+            stored = self._store(field, piece, chunk_id)
         except ArrowTQError as error:
             # A copy: the request may raise it in another thread, more than once.
             failure = from_wire(error.to_wire())
@@ -171,19 +161,24 @@ class Writers:
         self._room.give(piece.values.nbytes)
         settle(stored, failure)
 
-    def _store(self, field: Field, encoded: Encoded) -> None:
+    def _store(self, field: Field, piece: Piece, chunk_id: ChunkId) -> StoredChunk:
         """Store all layer groups; again with the same ids while the store cannot."""
+        backend = self._run.backend
         until = time.monotonic() + self._store_wait_s
         while True:
             try:
-                handles = [self._run.backend.put(field, chunks) for chunks in encoded.chunks_by_group]
+                encoded = encode_piece(self._run, field, piece, chunk_id)
+                handles = [backend.put(field, chunks) for chunks in encoded.chunks_by_group if chunks]
+                if encoded.places and backend.placer is not None:
+                    handles.append(backend.placer.stored(self._run.name, encoded.places))
                 for handle in handles:
                     handle.wait(self._run.put_timeout_s)
             except ArrowTQError as error:
                 if not error.retryable or time.monotonic() >= until or self._closing.is_set():
                     raise
             else:
-                return
+                (stored,) = encoded.receipt.chunks
+                return stored
             with self._changed:
                 self.retries += 1
             self._closing.wait(RETRY_PAUSE_S)

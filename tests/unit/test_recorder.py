@@ -73,6 +73,7 @@ class SlowPuts:
 
     def __init__(self, run: Run) -> None:
         self._inner = run.backend
+        self.placer = None
         self.gate = threading.Event()
         self.error: errors.ArrowTQError | None = None
         self.tries = 0
