@@ -15,7 +15,7 @@ from arrow_tq_schemas.fields import Field, Task
 from arrow_tq_schemas.receipts import Receipt
 
 if TYPE_CHECKING:
-    from arrow_tq.client import ClientOptions
+    from arrow_tq.client import ClientOptions, Tls
     from arrow_tq.interface import Store
 
 __all__ = ["BlobRef", "Field", "Receipt", "Task", "connect", "errors", "fields", "open"]
@@ -40,18 +40,22 @@ def open(path: str | os.PathLike[str], *, capacity_bytes: int | None = None, kee
     return Store(Engine(config))
 
 
-def connect(url: str, token: str | None = None, options: ClientOptions | None = None) -> Store:
+def connect(
+    url: str, token: str | None = None, options: ClientOptions | None = None, tls: Tls | None = None
+) -> Store:
     """Connect to a server, such as ``grpc://head:8815``.
 
     Args:
         url: ``grpc://host:port``, ``grpc+tls://host:port`` or ``grpc+unix:///path``.
         token: bearer token, sent with every call.
         options: deadlines and bounds of the client.
+        tls: the CA, and the client's own certificate, for ``grpc+tls://``.
 
     Raises:
+        Unauthenticated: the server does not know the token.
         Unreachable: nobody answered there within the connect deadline.
     """
     from arrow_tq.client import ClientOptions, FlightBackend
     from arrow_tq.interface import Store
 
-    return Store(FlightBackend(url, token, options or ClientOptions()))
+    return Store(FlightBackend(url, token, options or ClientOptions(), tls))

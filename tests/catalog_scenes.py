@@ -63,6 +63,9 @@ class Pins:
     def header(self, chunk_id: ChunkId) -> ChunkHeader | None:
         return self.headers.get(chunk_id)
 
+    def holds(self, chunk_id: ChunkId) -> bool:
+        return chunk_id in self.headers
+
     def sha256(self, ids: Sequence[ChunkId]) -> str:
         return blob_id(b"".join(self.contents[one] for one in ids))
 

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from arrow_tq.cli import capacity, exporting, importing, looking, running
+from arrow_tq.cli import capacity, exporting, importing, looking, running, tokens
 from arrow_tq.cli.text import printable
 from arrow_tq_schemas.errors import ArrowTQError
 
@@ -52,6 +52,7 @@ app.command("sql")(looking.sql)
 app.command("export")(exporting.export)
 app.command("capacity")(capacity.capacity)
 app.command("stats")(looking.stats)
+app.add_typer(tokens.app, name="token")
 app.command("bench", context_settings=running.PASS_ON, add_help_option=False)(running.bench)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from arrow_tq_schemas.errors import NotFound, StoreInUse
 if TYPE_CHECKING:
     from arrow_tq.interface import Store
 
+TOKEN_VARIABLE = "ARROW_TQ_TOKEN"
+"""A token is taken from the environment alone: the command line of a process is there for all to read."""
 StoreOption = Annotated[
     str,
     typer.Option(
@@ -35,6 +38,8 @@ RunOption = Annotated[
 def open_store(place: str, *, create: bool = False) -> Iterator[Store]:
     """The store at a path or URL; a folder that a server holds is reached through that server.
 
+    ``ARROW_TQ_TOKEN`` and ``ARROW_TQ_TLS_...`` are what a server is shown.
+
     Args:
         place: folder or URL.
         create: whether a folder that is no store yet becomes one.
@@ -47,7 +52,7 @@ def open_store(place: str, *, create: bool = False) -> Iterator[Store]:
 
     log_to_stderr()
     if "://" in place:
-        store = arrow_tq.connect(place)
+        store = _connect(place)
     else:
         if not create and not _is_store(Path(place)):
             raise NotFound(f"{place}: no store here (arrow-tq import or serve makes one)", path=place)
@@ -57,9 +62,18 @@ def open_store(place: str, *, create: bool = False) -> Iterator[Store]:
             url = error.details.get("url")
             if not isinstance(url, str) or not url:
                 raise
-            store = arrow_tq.connect(url)
+            store = _connect(url)
     with store:
         yield store
+
+
+def _connect(url: str) -> Store:
+    """A server, with the token and the TLS files that the environment names."""
+    import arrow_tq
+    from arrow_tq.client import Tls
+
+    tls = Tls.from_environment() if url.startswith("grpc+tls:") else None
+    return arrow_tq.connect(url, os.environ.get(TOKEN_VARIABLE) or None, tls=tls)
 
 
 def log_to_stderr() -> None:

@@ -2,5 +2,6 @@
 
 from arrow_tq.client.backend import FlightBackend
 from arrow_tq.client.options import ClientOptions
+from arrow_tq.client.tls import Tls
 
-__all__ = ["ClientOptions", "FlightBackend"]
+__all__ = ["ClientOptions", "FlightBackend", "Tls"]

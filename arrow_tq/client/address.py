@@ -30,3 +30,10 @@ def check_url(url: str) -> str:
     if not parts.hostname or not port or parts.path.strip("/") or parts.username is not None:
         raise InvalidInput(f"store URL {url!r}: {expected}")
     return url.rstrip("/")
+
+
+def check_token(token: str | None) -> str | None:
+    """The token, if it can travel in a header; raises ``InvalidInput`` without showing it."""
+    if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
+        raise InvalidInput("token: expected printable ASCII without spaces")
+    return token

@@ -9,18 +9,23 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 
 from arrow_tq.backend import Placer, PutHandle, Read, Rows
-from arrow_tq.client.address import check_url
+from arrow_tq.client.address import check_token, check_url
+from arrow_tq.client.cluster import Cluster
 from arrow_tq.client.commits import Commits
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.options import ClientOptions
 from arrow_tq.client.puts import Puts
 from arrow_tq.client.reads import read
 from arrow_tq.client.samehost import HostReads, HostWrites
+from arrow_tq.client.shard_reads import read_shards, shard_numbers
+from arrow_tq.client.tls import Tls
 from arrow_tq_schemas.chunks import Chunk
+from arrow_tq_schemas.cluster import ClusterMap, GetCluster
 from arrow_tq_schemas.commands import (
     Claim,
     ClaimInfo,
@@ -34,10 +39,11 @@ from arrow_tq_schemas.commands import (
     StepResult,
     unpack_reply,
 )
-from arrow_tq_schemas.errors import Conflict
+from arrow_tq_schemas.errors import Conflict, InvalidInput, Unreachable
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.tickets import SqlTicket
 
+Answer = TypeVar("Answer")
 CLOSE_S = 10.0
 """How long ``close`` waits for puts and commits under way."""
 EXIT_S = 2.0
@@ -51,17 +57,30 @@ GRPC_THREAD = "grpc_global_tim"
 class Link:
     """What one process has open to the server."""
 
-    def __init__(self, url: str, token: str | None, options: ClientOptions) -> None:
-        self.connection = Connection(url, token, options)
+    def __init__(self, url: str, token: str | None, options: ClientOptions, tls: Tls | None) -> None:
+        self.connection = Connection(url, token, options, tls)
         self.puts = Puts(self.connection)
         self.commits = Commits(self.connection)
         self.host = HostReads(self.connection)
         self.writes = HostWrites(self.connection, self.host.host, self.puts)
 
+        def connect(shard_url: str) -> Connection:
+            return Connection(shard_url, token, options, tls if shard_url.startswith("grpc+tls:") else None)
+
+        self.cluster = Cluster(self._ask_map, connect, self.connection, self.puts)
+
+    def _ask_map(self, deadline_s: float) -> ClusterMap:
+        command = GetCluster()
+        raw = self.connection.action(command.verb, command.model_dump_json().encode(), deadline_s)
+        body = unpack_reply(command, raw).body
+        assert isinstance(body, ClusterMap)
+        return body
+
     def close(self, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
+        self.cluster.close(timeout_s)
         self.writes.close(timeout_s)
-        self.puts.close(timeout_s)
+        self.puts.close(until - time.monotonic())
         self.commits.close(until - time.monotonic())
         self.host.close()
         self.connection.renew()
@@ -74,19 +93,31 @@ class FlightBackend:
         url: ``grpc://HOST:PORT``, ``grpc+tls://...`` or ``grpc+unix://...``.
         token: bearer token, sent with every call.
         options: bounds and deadlines.
+        tls: what is checked and shown on ``grpc+tls://``.
 
     Raises:
-        InvalidInput: the URL.
+        InvalidInput: the URL, or ``tls`` with a URL without TLS.
+        Unauthenticated: the server does not know the token.
         Unreachable: nobody answers there within ``connect_s``.
     """
 
-    def __init__(self, url: str, token: str | None = None, options: ClientOptions | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        options: ClientOptions | None = None,
+        tls: Tls | None = None,
+    ) -> None:
         self._url = check_url(url)
-        self._token = token
+        if tls is not None and not self._url.startswith("grpc+tls:"):
+            raise InvalidInput(f"store URL {url!r}: tls is for grpc+tls://HOST:PORT")
+        self._token = check_token(token)
+        self._tls = tls
         self._options = options or ClientOptions()
         self._links: dict[int, Link] = {}
         self._closed = False
         self._link().connection.ensure()
+        self._link().cluster.look()
         # gRPC does not live through a fork: it has to be gone from the parent at that moment.
         os.register_at_fork(before=_let_go_hook(weakref.ref(self)))
         weakref.finalize(self, _close_link, self._links, EXIT_S)
@@ -101,15 +132,17 @@ class FlightBackend:
 
     @property
     def placer(self) -> Placer | None:
-        return self._link().writes
+        link = self._link()
+        # What it places goes to the server itself, not to one of many shards.
+        return link.writes if link.cluster.is_alone else None
 
     def shard(self) -> int:
-        return 0
+        return self._link().cluster.place()
 
     def counters(self) -> dict[str, float]:
         """What this client counts: puts that waited for room, for how long, and bytes in flight now."""
         link = self._link()
-        puts, host, writes = link.puts, link.host, link.writes
+        host, writes, puts = link.host, link.writes, link.cluster.all_puts()
         return {
             "host_puts": writes.puts,
             "host_put_bytes": writes.put_bytes,
@@ -117,9 +150,9 @@ class FlightBackend:
             "host_read_bytes": host.read_bytes,
             "host_mapped_extents": host.mapped_extents,
             "wire_reads": host.wire_reads,
-            "put_waits": puts.waits,
-            "put_waited_s": puts.waited_s,
-            "put_in_flight_bytes": puts.in_flight_bytes,
+            "put_waits": sum(one.waits for one in puts),
+            "put_waited_s": sum(one.waited_s for one in puts),
+            "put_in_flight_bytes": sum(one.in_flight_bytes for one in puts),
         }
 
     def execute(self, command: Command) -> Reply:
@@ -136,16 +169,18 @@ class FlightBackend:
         return self._ask(command)
 
     def commit(self, step: StepCommit) -> StepResult:
-        result = self._link().commits.commit(step)
+        result = self._patiently(lambda: self._link().commits.commit(step))
         result.check()
         return result
 
     def put(self, field: Field, chunks: Sequence[Chunk]) -> PutHandle:
-        return self._link().puts.put(field, chunks)
+        return self._link().cluster.put(field, chunks)
 
     def read(self, request: Read) -> Iterator[Rows]:
         link = self._link()
-        return link.host.read(request) or read(link.connection, request)
+        if not shard_numbers(request.spans).any():
+            return link.host.read(request) or read(link.connection, request)
+        return read_shards(link.cluster, request)
 
     def close(self) -> None:
         if self._closed:
@@ -157,8 +192,22 @@ class FlightBackend:
         connection = self._link().connection
         deadline_s = self._options.action_s + (command.wait_s if isinstance(command, Claim) else 0.0)
         body = command.model_dump_json().encode()
-        raw = connection.retrying(lambda: connection.action(command.verb, body, deadline_s))
-        return unpack_reply(command, raw)
+
+        def call() -> bytes:
+            return connection.retrying(lambda: connection.action(command.verb, body, deadline_s))
+
+        return unpack_reply(command, self._patiently(call))
+
+    def _patiently(self, call: Callable[[], Answer]) -> Answer:
+        """A call that may be repeated: in a cluster, until its catalog is back from a restart."""
+        until = time.monotonic() + self._options.catalog_wait_s
+        while True:
+            try:
+                return call()
+            except Unreachable:
+                if self._link().cluster.is_alone or time.monotonic() >= until:
+                    raise
+            time.sleep(self._options.retry_pause_s)
 
     def _wait_for_claim(self, command: Claim) -> Reply:
         """A long wait in pieces. Their request ids follow from the first: a retry walks the same ones."""
@@ -186,7 +235,7 @@ class FlightBackend:
                     writer.write_batch(batch)
             return bytes(sink.getvalue())
 
-        return Reply(body=Empty(), blobs=[connection.retrying(call)])
+        return Reply(body=Empty(), blobs=[self._patiently(lambda: connection.retrying(call))])
 
     def _link(self) -> Link:
         if self._closed:
@@ -195,7 +244,7 @@ class FlightBackend:
         link = self._links.get(pid)
         if link is None:
             # setdefault is atomic: threads of one process agree on one link. A parent's stays untouched.
-            link = self._links.setdefault(pid, Link(self._url, self._token, self._options))
+            link = self._links.setdefault(pid, Link(self._url, self._token, self._options, self._tls))
         return link
 
     def let_go(self) -> None:
@@ -207,6 +256,7 @@ class FlightBackend:
         if link is not None:
             link.writes.close(self._options.fork_wait_s / 2)
             link.puts.finish(self._options.fork_wait_s / 2)
+            link.cluster.finish(max(until - time.monotonic(), 0.0) / 2)
             link.commits.finish(until - time.monotonic())
             link.host.close()
             link.connection.renew()

@@ -12,7 +12,8 @@ import pyarrow.flight as flight
 
 from arrow_tq.client.failures import FLIGHT_FAILURES, translate
 from arrow_tq.client.options import ClientOptions
-from arrow_tq_schemas.errors import ArrowTQError, Conflict, DeadlineExceeded, Unreachable
+from arrow_tq.client.tls import Tls
+from arrow_tq_schemas.errors import ArrowTQError, Conflict, DeadlineExceeded, InvalidInput, Unreachable
 
 MESSAGE_BYTES_MAX = (1 << 30) + (16 << 20)
 """The largest message a server can be set to send, and room for its framing."""
@@ -24,8 +25,9 @@ Answer = TypeVar("Answer")
 class Connection:
     """Calls to one server. Thread-safe; the first call connects."""
 
-    def __init__(self, url: str, token: str | None, options: ClientOptions) -> None:
+    def __init__(self, url: str, token: str | None, options: ClientOptions, tls: Tls | None = None) -> None:
         self.url = url
+        self._tls = tls
         self.options = options
         self._headers = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
         self._client: flight.FlightClient | None = None
@@ -164,10 +166,13 @@ class Connection:
         limit_s = self.options.connect_s
         failure: ArrowTQError
         try:
-            client = flight.FlightClient(self.url, generic_options=self._channel_options())
+            tls = {} if self._tls is None else self._tls.flight_arguments()
+            client = flight.FlightClient(self.url, generic_options=self._channel_options(), **tls)
             list(client.list_actions(self._call(limit_s)))
             outcome.append(client)
             return
+        except InvalidInput as error:
+            failure = error
         except FLIGHT_FAILURES as error:
             failure = translate(error, self.url, "connect", limit_s)
         if isinstance(failure, DeadlineExceeded):

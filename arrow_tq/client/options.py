@@ -20,6 +20,8 @@ class ClientOptions:
         read_s: deadline of one answer, first to last row, waiting for pending chunks not counted.
         wait_piece_s: longest wait in one call; longer waits (for a claim) become several calls.
         retry_pause_s: pause before the one retry of a call that did not reach the server.
+        catalog_wait_s: how long a call to a cluster's catalog is repeated while nobody answers there, because
+            its supervisor restarts it. A server that is the only one is asked twice.
         put_inflight_bytes_max: payload bytes handed over and not acked yet; past it ``put`` waits.
         put_room_s: how long a put waits for that room.
         put_streams: streams that one field's chunks are spread over while more than an ack window waits: the
@@ -46,6 +48,7 @@ class ClientOptions:
     read_s: float = 600.0
     wait_piece_s: float = 30.0
     retry_pause_s: float = 0.3
+    catalog_wait_s: float = 60.0
     put_inflight_bytes_max: int = 256 * MIB
     put_room_s: float = 120.0
     put_streams: int = 2

@@ -41,6 +41,7 @@ class Session:
         self.run = run
         self.id = info.session_id
         self._info = info
+        self._shard: int | None = None
 
     @property
     def group(self) -> str | None:
@@ -60,6 +61,21 @@ class Session:
     def last_step(self) -> str | None:
         """Id of the last committed step that counts, as of when the session was opened; None: none yet."""
         return self._info.last_step
+
+    def pin_shard(self, number: int | None = None) -> int:
+        """Keep what this object writes from now on together on one shard, and say which.
+
+        Otherwise each put goes where there is most room, on this host if it can.
+
+        Args:
+            number: the shard; None chooses one now.
+        """
+        self._shard = self.run.backend.shard() if number is None else number
+        return self._shard
+
+    def shard(self) -> int:
+        """Shard number for the next new chunk."""
+        return self.run.backend.shard() if self._shard is None else self._shard
 
     def step(
         self,

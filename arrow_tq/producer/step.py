@@ -77,7 +77,7 @@ class Step:
         run = self.session.run
         declared = run.field(field)
         backend = run.backend
-        encoded = run.encoder(declared).encode(array, start, backend.shard(), run.ids, backend.placer)
+        encoded = run.encoder(declared).encode(array, start, self.session.shard(), run.ids, backend.placer)
         if not encoded.copied and backend.puts_in_background and encoded.nbytes <= COPY_BYTES_MAX:
             encoded = encoded.copy()
         self.store(declared, encoded, encoded.copied)

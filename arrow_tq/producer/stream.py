@@ -38,6 +38,8 @@ class StepStream:
         self.field = field
         self._step = step
         self._run = step.session.run
+        # One shard for all of it: the ids of its chunks then differ by their count alone.
+        self._shard = step.session.shard()
         chunk_rows = min(rows_per_chunk(field, self._run.chunk_bytes), CHUNK_ROWS_MAX)
         self._windows = Windows(field, 1, chunk_rows, window_tokens)
         self._ids = IdSeries()
@@ -106,7 +108,7 @@ class StepStream:
             )
 
     def _store(self, piece: Piece) -> None:
-        chunk_id = self._ids.next(self._run.backend.shard())
+        chunk_id = self._ids.next(self._shard)
         encoded = encode_piece(self._run, self.field, piece, chunk_id)
         self._step.store(self.field, encoded, private=True)
         self._chunks.extend(encoded.receipt.chunks)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import arrow_tq
-from arrow_tq.client import ClientOptions
+from arrow_tq.client import ClientOptions, Tls
 from arrow_tq.interface import Store
 from arrow_tq.proxy.config import ProxyConfig
 from arrow_tq.proxy.failures import StoreFailure, is_store_failure
@@ -99,7 +99,8 @@ class StoreLink:
             commit_s=config.store_s,
             put_inflight_bytes_max=config.put_inflight_bytes_max,
         )
-        return arrow_tq.connect(config.store, token=config.token, options=options)
+        tls = Tls.from_environment() if config.store.startswith("grpc+tls:") else None
+        return arrow_tq.connect(config.store, token=config.token, options=options, tls=tls)
 
     def _open_run(self, store: Store) -> Run:
         run = store.run(

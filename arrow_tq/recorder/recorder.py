@@ -268,7 +268,10 @@ class Recorder:
             return
         assert self.run is not None
         field = windows.field
-        chunk_id = request.part(field).ids.next(self.run.backend.shard())
+        part = request.part(field)
+        if part.shard is None:
+            part.shard = self.run.backend.shard()
+        chunk_id = part.ids.next(part.shard)
         written = Written(chunk_id, piece.start)
         request.expect(field, written)
         try:

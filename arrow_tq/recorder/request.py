@@ -37,6 +37,8 @@ class Part:
 
     field: Field
     ids: IdSeries = slot(default_factory=IdSeries)
+    shard: int | None = None
+    """Of all its chunks: their ids then differ by their count alone."""
     pieces: list[Written] = slot(default_factory=list)
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 
 from arrow_tq.store.catalog import Catalog
-from arrow_tq.store.shard import Shard
+from arrow_tq.store.holding import ChunkHolder
 from arrow_tq_schemas.commands import OpenSession
 from arrow_tq_schemas.errors import StoreFull
 
@@ -18,7 +18,7 @@ WAITERS_KEPT_MAX = 65536
 class Admission:
     """Admits sessions, and knows which of those refused wait for room. Thread-safe."""
 
-    def __init__(self, shard: Shard, catalog: Catalog, soft_mark: float) -> None:
+    def __init__(self, shard: ChunkHolder, catalog: Catalog, soft_mark: float) -> None:
         self._shard = shard
         self._catalog = catalog
         self._soft_mark = soft_mark

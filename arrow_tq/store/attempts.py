@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from arrow_tq.store.catalog import Catalog
-from arrow_tq.store.shard import Shard
+from arrow_tq.store.holding import ChunkHolder
 from arrow_tq_schemas.commands import StepCommit, StepResult
-from arrow_tq_schemas.errors import Conflict
+from arrow_tq_schemas.errors import Conflict, Unavailable
 from arrow_tq_schemas.fields import TOKEN_FIELD
 from arrow_tq_schemas.receipts import Receipt, chunk_ids
 
@@ -22,7 +22,7 @@ from arrow_tq_schemas.receipts import Receipt, chunk_ids
 class Attempts:
     """Looks at steps that were answered without being committed."""
 
-    def __init__(self, shard: Shard, catalog: Catalog) -> None:
+    def __init__(self, shard: ChunkHolder, catalog: Catalog) -> None:
         self._shard = shard
         self._catalog = catalog
 
@@ -36,10 +36,13 @@ class Attempts:
             return result
         # Its own chunks are attached to nothing: an earlier commit of this id was its answer.
         stored = _of_tokens(self._catalog.step_receipts(step.run, step.session_id, step.step_id))
-        position = self._departure(stored, mine)
+        try:
+            position = self._departure(stored, mine)
+        except Unavailable as away:
+            return StepResult(step_id=step.step_id, error=away.to_wire())
         if position is None:
             # The same rows, stored twice: these ones nobody will attach.
-            self._shard.drop_unpinned(chunk_ids(step.receipts))
+            self._shard.free(step.run, chunk_ids(step.receipts))
             return result
         error = Conflict(
             f"step {step.step_id!r} of session {step.session_id!r} is committed by another attempt with "

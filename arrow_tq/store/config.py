@@ -4,9 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from arrow_tq.sql import SqlLimits
 from arrow_tq_schemas.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from arrow_tq.client.tls import Tls
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """What the engine of a server needs so that shards in other processes may join it.
+
+    Args:
+        url: where clients reach this process.
+        host: boot id of this machine.
+        holds_chunks: whether this process is a shard of the cluster too, number 0.
+        lease_s: a shard that was not heard of for so long is down.
+        token: what this process shows to shards; one with ``admin`` for every run.
+        tls: what it shows and checks on TLS connections to shards.
+    """
+
+    url: str
+    host: str
+    holds_chunks: bool = True
+    lease_s: float = 5.0
+    token: str | None = None
+    tls: Tls | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +52,7 @@ class EngineConfig:
         keep_marks: how many of a run's marks back what was released since is kept for a rewind; 0: none.
         keep_released_s: how long that is kept at most.
         sql: bounds of a SQL query.
+        cluster: how shards in other processes join; None: nobody may.
     """
 
     data_dir: Path
@@ -40,6 +66,7 @@ class EngineConfig:
     keep_marks: int = 1
     keep_released_s: float = 86_400.0
     sql: SqlLimits = field(default_factory=SqlLimits)
+    cluster: ClusterConfig | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.soft_mark <= 1:

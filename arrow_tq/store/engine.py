@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import pyarrow as pa
 
@@ -15,9 +15,11 @@ from arrow_tq.sql import SqlService
 from arrow_tq.store.admission import Admission
 from arrow_tq.store.attempts import Attempts
 from arrow_tq.store.catalog import Catalog, CatalogConfig
+from arrow_tq.store.cluster.answers import CLUSTER_COMMANDS, FarShards, answer_cluster, chunk_holder
 from arrow_tq.store.committing import Commits
 from arrow_tq.store.config import EngineConfig
 from arrow_tq.store.directory import Directory
+from arrow_tq.store.holding import attached_by
 from arrow_tq.store.host_share import HOST_COMMANDS, HostShare
 from arrow_tq.store.placing import STORED, EnginePlacer, Stored
 from arrow_tq.store.reading import Reader
@@ -28,6 +30,7 @@ from arrow_tq.store.shard_config import ShardConfig
 from arrow_tq.store.upkeep import Upkeep
 from arrow_tq_schemas.blobs import BLOB_FIELD
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader
+from arrow_tq_schemas.cluster import GetRun
 from arrow_tq_schemas.commands import (
     AbandonStep,
     Claim,
@@ -42,6 +45,7 @@ from arrow_tq_schemas.commands import (
     KeepChunks,
     OpenSession,
     Pressure,
+    PutValues,
     Reply,
     RunInfo,
     RunQuery,
@@ -50,7 +54,7 @@ from arrow_tq_schemas.commands import (
     StepResult,
     StepResults,
 )
-from arrow_tq_schemas.errors import Conflict, NotFound
+from arrow_tq_schemas.errors import Conflict, MalformedMessage, NotFound, Unsupported
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.tickets import PutStream
@@ -80,6 +84,7 @@ class Engine:
                 number=0, data_dir=config.data_dir, memory_dir=memory_dir, capacity_bytes=capacity_bytes
             )
         )
+        self._chunks = chunk_holder(config, self._shard)
         self._catalog = Catalog(
             CatalogConfig(
                 path=config.data_dir / "catalog.sqlite",
@@ -87,7 +92,7 @@ class Engine:
                 keep_marks=config.keep_marks,
                 keep_released_s=config.keep_released_s,
             ),
-            *(self._shard, self._shard.drop),
+            *(self._chunks, self._chunks.drop),
         )
         if config.url is not None:
             self._catalog.grant_grace()
@@ -95,11 +100,13 @@ class Engine:
         self._fields: dict[tuple[str, str], Field] = {}
         self._reader = Reader(self._shard, self._catalog)
         self._host_share = HostShare(memory_dir, self._reader, self._shard.grants, self)
-        self._rewrites = Rewrites(self._shard, self._catalog)
-        self._attempts = Attempts(self._shard, self._catalog)
+        self._rewrites = Rewrites(self._chunks, self._catalog)
+        self._attempts = Attempts(self._chunks, self._catalog)
         self._commits = Commits(self._commit_together)
-        self._admission = Admission(self._shard, self._catalog, config.soft_mark)
+        self._admission = Admission(self._chunks, self._catalog, config.soft_mark)
         self._placer = EnginePlacer(self, self._shard)
+        if isinstance(self._chunks, FarShards):
+            self._chunks.use_fields(self.field)
         self._closing = threading.Lock()
         self._closed = False
         self._upkeep = Upkeep(
@@ -126,6 +133,14 @@ class Engine:
     def shard(self) -> int:
         return 0
 
+    def has_run(self, run: str) -> bool:
+        """Whether there is such a run."""
+        try:
+            self._catalog.run_info(run)
+        except NotFound:
+            return False
+        return True
+
     def field(self, run: str, name: str) -> Field:
         """The declared field, or that of blobs; raises ``NotFound`` naming those that the run has."""
         found = self._fields.get((run, name))
@@ -148,20 +163,27 @@ class Engine:
         if isinstance(command, RunQuery):
             return Reply(body=Empty(), blobs=[write_table(self.query(command.query, command.run))])
         if isinstance(command, GetStats):
-            return Reply(body=Stats(values=self.stats()))
+            return Reply(body=Stats(values=self._store_stats()))
         if isinstance(command, GetPressure):
             return Reply(body=self._pressure())
         if isinstance(command, DropChunks):
-            return Reply(body=Done(count=self._shard.drop_unpinned(self._own(command))))
+            return Reply(body=Done(count=self._chunks.free(command.run, _ids(command))))
         if isinstance(command, AbandonStep):
             with self._rewrites.changing(command.run, command.session_id):
                 return self._catalog.execute(command)
         if isinstance(command, KeepChunks):
-            return Reply(body=Done(count=self._shard.keep_unpinned(self._own(command))))
+            return Reply(body=Done(count=self._chunks.keep(command.run, _ids(command))))
+        if isinstance(command, GetRun):
+            return Reply(body=self._catalog.run_info(command.run))
+        if isinstance(command, CLUSTER_COMMANDS):
+            return Reply(body=answer_cluster(command, self._chunks, self._catalog))
         if isinstance(command, HOST_COMMANDS):
             return self._host_share.execute(command)
         if isinstance(command, OpenSession):
             self._admission.admit(command)
+        if isinstance(command, PutValues):
+            with self._chunks.confirming(attached_by([command])):
+                return self._catalog.execute(command)
         return self._catalog.execute(command)
 
     def claim(self, command: Claim, is_gone: Callable[[], bool]) -> Reply:
@@ -180,7 +202,8 @@ class Engine:
         return self._commits.commit(steps)
 
     def _commit_together(self, steps: Sequence[StepCommit]) -> list[StepResult]:
-        return self._attempts.check(steps, self._rewrites.commit(steps))
+        with self._chunks.confirming(attached_by(steps)):
+            return self._attempts.check(steps, self._rewrites.commit(steps))
 
     def query(self, query: str, run: str | None) -> pa.Table:
         """SQL over the metadata of one run, or of all."""
@@ -209,6 +232,7 @@ class Engine:
             StaleEpoch, Conflict, StoreFull: as their names say.
         """
         self._check_open()
+        self._check_place(header.chunk_id)
         field = self.field(stream.run, stream.field)
         info = self._catalog.run_info(stream.run)
         chunk = receive(stream, field, info, header, batch)
@@ -231,13 +255,21 @@ class Engine:
     def read(self, request: Read) -> Iterator[Rows]:
         """Zero-copy rows, one block a span."""
         self._check_open()
-        return self._reader.read(request)
+        return self._chunks.read(request, self._reader.read)
 
     # -- the store -----------------------------------------------------------------------------
 
+    def _store_stats(self) -> dict[str, float]:
+        """Of the store: this process's statistics with those of the shards elsewhere."""
+        values = self.stats()
+        if isinstance(self._chunks, FarShards):
+            for name, value in self._chunks.far_stats().items():
+                values[name] = values.get(name, 0.0) + value
+        return values
+
     def stats(self) -> dict[str, float]:
-        """Gauges and counters by name, labels in braces as Prometheus writes them."""
-        usage, gauges = self._shard.usage(), self._catalog.gauges()
+        """Of this process: gauges and counters by name, labels in braces as Prometheus writes them."""
+        usage, gauges = self._chunks.usage(), self._catalog.gauges()
         values: dict[str, float] = {
             "capacity_bytes": usage.capacity_bytes,
             "used_bytes": usage.used_bytes,
@@ -271,11 +303,24 @@ class Engine:
         }
         for end, count in gauges.claims_by_end.items():
             values[f'claims_ended_total{{end="{end}"}}'] = count
+        if isinstance(self._chunks, FarShards):
+            values |= self._chunks.gauges()
         for (run, tier), size in usage.by_run_and_tier.items():
             values[f'bytes{{run="{run}",tier="{tier}"}}'] = size
         for reason, count in gauges.discarded_by_reason.items():
             values[f'discarded_total{{reason="{reason}"}}'] = count
         return values
+
+    def pressure_of(self, runs: Collection[str]) -> Pressure:
+        """The store's fill, with sessions and segments of these runs alone."""
+        gauges = self._catalog.run_gauges(runs)
+        return self._pressure().model_copy(
+            update={
+                "oldest_unclaimed_s": gauges.oldest_unclaimed_s,
+                "open_sessions": gauges.open_sessions,
+                "unclaimed_segments": gauges.unclaimed_segments,
+            }
+        )
 
     def close(self) -> None:
         if self._directory.pid != os.getpid():
@@ -289,11 +334,13 @@ class Engine:
         self._host_share.close()
         self._sql.close()
         self._catalog.close()
+        if isinstance(self._chunks, FarShards):
+            self._chunks.close()
         self._shard.close()
         self._directory.release()
 
     def _pressure(self) -> Pressure:
-        usage, gauges = self._shard.usage(), self._catalog.gauges()
+        usage, gauges = self._chunks.usage(), self._catalog.gauges()
         return Pressure(
             capacity_bytes=usage.capacity_bytes,
             used_bytes=usage.used_bytes,
@@ -305,13 +352,20 @@ class Engine:
             waiters=gauges.waiters + self._admission.waiting,
         )
 
-    def _own(self, command: DropChunks | KeepChunks) -> list[ChunkId]:
-        """Those of the command's chunks that are here and of its run."""
-        ids = [ChunkId.from_hex(name) for name in command.chunk_ids]
-        headers = [(chunk_id, self._shard.header(chunk_id)) for chunk_id in ids]
-        return [chunk_id for chunk_id, header in headers if header is not None and header.run == command.run]
+    def _check_place(self, chunk_id: ChunkId) -> None:
+        cluster = self.config.cluster
+        if cluster is not None and not cluster.holds_chunks:
+            raise Unsupported("put: this server is a catalog; chunks go to its shards (their map: cluster)")
+        if chunk_id.shard != self._shard.config.number:
+            raise MalformedMessage(
+                f"chunk {chunk_id.hex}: of shard {chunk_id.shard}, this is shard {self._shard.config.number}"
+            )
 
     def _check_open(self) -> None:
         if self._closed:
             raise Conflict(f"store {self.url!r} was closed")
         self._directory.check_process()
+
+
+def _ids(command: DropChunks | KeepChunks) -> list[ChunkId]:
+    return [ChunkId.from_hex(name) for name in command.chunk_ids]

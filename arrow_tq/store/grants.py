@@ -119,7 +119,7 @@ class Grants:
         grant = self._of(command.grant)
         key = grant.extent.key
         if (key.run, key.field) != (command.run, command.field):
-            raise NotFound(f"grant of {key.run!r}, {key.field!r}: not of {command.run!r}, {command.field!r}")
+            raise NotFound(f"grant: {command.run!r}, {command.field!r} has none of this id", what="grant")
         with grant.lock:
             if grant.ended:
                 raise NotFound("grant: it has ended", what="grant")
@@ -256,7 +256,7 @@ class Grants:
             raise MalformedMessage(f"{what}: its values do not have the checksum {header.checksum}")
         check_values(field, chunk)
         chunk_id = header.chunk_id
-        if self._shard.is_here(chunk_id, header.checksum):
+        if self._shard.is_here(chunk_id, header.run, header.checksum):
             return None
         entry = Entry(
             *(extent, offset, plan.length, header.rows, False, header.start, header.epoch, header.checksum),

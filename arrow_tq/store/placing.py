@@ -37,7 +37,7 @@ class Place:
     def publish(self, headers: Sequence[Header]) -> None:
         try:
             for (stream, extent, reserved), header in zip(self._held, headers, strict=True):
-                if self._shard.is_here(header.chunk_id, header.checksum):
+                if self._shard.is_here(header.chunk_id, extent.key.run, header.checksum):
                     continue
                 entry = extent.complete(
                     *(header.chunk_id, reserved, header.raw, header.epoch, header.start, header.checksum)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from arrow_tq.backend import Read, Rows
 from arrow_tq.layout.columns import Mask, Values
 from arrow_tq.layout.projection import project
 from arrow_tq.logs import logger
-from arrow_tq.store.catalog import Catalog
 from arrow_tq.store.extent import Entry
 from arrow_tq.store.shard import Shard
 from arrow_tq_schemas.chunks import Chunk
@@ -22,13 +22,21 @@ PENDING_WARN_S = 10.0
 IDS_NAMED_MAX = 5
 
 
+class StateSource(Protocol):
+    """Whoever knows each chunk's state: the catalog, or a link to it."""
+
+    def chunk_states(self, ids: Sequence[ChunkId], run: str | None = None) -> list[str | None]:
+        """committed, released, held, or None where no step attached it, or none of ``run``."""
+
+
 class Reader:
     """Reads committed chunks only: a step is seen whole or not at all."""
 
-    def __init__(self, shard: Shard, catalog: Catalog) -> None:
+    def __init__(self, shard: Shard, catalog: StateSource, poll_s: float = PENDING_POLL_S) -> None:
         self._shard = shard
         self._catalog = catalog
         self._log = logger("arrow_tq.reading")
+        self._poll_s = poll_s
         self.chunks_read = 0
         self.bytes_read = 0
 
@@ -62,7 +70,7 @@ class Reader:
         values = self._shard.part(chunk_id, source, row, rows)
         if values is None:
             # Released, or cut by its writer, since this answer began.
-            self._explain([chunk_id])
+            self._explain([chunk_id], source.extent.key.run)
             raise ChunkLost(f"{_named([chunk_id])}: not stored here any more", ids=[chunk_id.hex])
         return values, None
 
@@ -72,10 +80,10 @@ class Reader:
         Raises:
             ChunkReleased, ChunkLost, ChunkPending: at once, naming the ids.
         """
-        found = {chunk_id: self._shard.located(chunk_id) for chunk_id in wanted}
+        found = {chunk_id: self._located(chunk_id, run) for chunk_id in wanted}
         missing = [chunk_id for chunk_id, entry in found.items() if entry is None]
         if missing:
-            self._explain(missing)
+            self._explain(missing, run)
             ids = [chunk_id.hex for chunk_id in missing]
             raise ChunkPending(f"{_named(missing)}: not committed", ids=ids)
         entries = []
@@ -97,7 +105,8 @@ class Reader:
             if not missing:
                 self.chunks_read += len(chunks)
                 return chunks
-            self._explain(missing)
+            if self._explain(missing, request.run):
+                continue
             now = time.monotonic()
             if now - warned >= PENDING_WARN_S:
                 warned = now
@@ -113,7 +122,7 @@ class Reader:
                     f"{_named(missing)}: not committed within {request.wait_s} s",
                     ids=[chunk_id.hex for chunk_id in missing],
                 )
-            time.sleep(PENDING_POLL_S)
+            time.sleep(self._poll_s)
 
     def _take(self, chunk_id: ChunkId, request: Read, chunks: dict[ChunkId, Chunk | Entry]) -> bool:
         if not self._shard.is_pinned(chunk_id):
@@ -122,17 +131,21 @@ class Reader:
         if chunk is None:
             return False
         key = chunk.extent.key if isinstance(chunk, Entry) else chunk.header
-        if (key.run, key.field) != (request.run, request.field.name):
-            # Ids of another run are told apart by nothing: they do not exist here.
+        if key.run != request.run:
+            return False
+        if key.field != request.field.name:
             raise ChunkLost(
                 f"{_named([chunk_id])}: no chunk of {request.field.name!r} in run {request.run!r}"
             )
         chunks[chunk_id] = chunk
         return True
 
-    def _explain(self, missing: Sequence[ChunkId]) -> None:
-        """Raise for chunks that will never come; those whose step is open may."""
-        states = dict(zip(missing, self._catalog.chunk_states(missing), strict=True))
+    def _explain(self, missing: Sequence[ChunkId], run: str) -> bool:
+        """Raise for chunks that will never come; those whose step is open may. Whether any came just now.
+
+        Ids of another run are told apart by nothing from ids of nobody: they do not exist here.
+        """
+        states = dict(zip(missing, self._catalog.chunk_states(missing, run), strict=True))
         released = [chunk_id for chunk_id in missing if states[chunk_id] == "released"]
         if released:
             names = [chunk_id.hex for chunk_id in released]
@@ -140,12 +153,23 @@ class Reader:
         lost = [
             chunk_id
             for chunk_id in missing
-            if (states[chunk_id] is None and self._shard.header(chunk_id) is None)
+            if (states[chunk_id] is None and not self._is_here(chunk_id, run))
             or (states[chunk_id] == "committed" and self._shard.get(chunk_id) is None)
         ]
         if lost:
             names = [chunk_id.hex for chunk_id in lost]
             raise ChunkLost(f"{_named(lost)}: not stored here any more, or corrupt", ids=names)
+        attached = [one for one in missing if states[one] == "committed"]
+        # In a process without the catalog that is told later, or was lost on the way.
+        return bool(attached) and not self._shard.pin(attached)
+
+    def _located(self, chunk_id: ChunkId, run: str) -> Entry | None:
+        entry = self._shard.located(chunk_id)
+        return None if entry is None or entry.extent.key.run != run else entry
+
+    def _is_here(self, chunk_id: ChunkId, run: str) -> bool:
+        header = self._shard.header(chunk_id)
+        return header is not None and header.run == run
 
 
 def _named(ids: Sequence[ChunkId]) -> str:

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from arrow_tq.store.catalog import Catalog
 from arrow_tq.store.catalog.tree import ROOT
-from arrow_tq.store.shard import Shard
+from arrow_tq.store.holding import ChunkHolder
 from arrow_tq_schemas.commands import StepCommit, StepResult
-from arrow_tq_schemas.errors import ArrowTQError
+from arrow_tq_schemas.errors import ArrowTQError, Unavailable
 from arrow_tq_schemas.fields import TOKEN_FIELD
 from arrow_tq_schemas.receipts import Receipt
 from arrow_tq_schemas.spans import Spans, chunk_ids, to_spans
@@ -61,12 +61,14 @@ class _Place:
     steps: int | None = None
     """Steps of the session before it; None: not known."""
     rewrite_at: int | None = None
+    problem: ArrowTQError | None = None
+    """The tokens before it cannot be looked at now."""
 
 
 class Rewrites:
     """Serialises the steps of one session, and finds where a step's tokens depart from its path's."""
 
-    def __init__(self, shard: Shard, catalog: Catalog) -> None:
+    def __init__(self, shard: ChunkHolder, catalog: Catalog) -> None:
         self._shard = shard
         self._catalog = catalog
         self._stripes = [threading.Lock() for _ in range(STRIPES)]
@@ -116,7 +118,11 @@ class Rewrites:
                 for step, place in zip(steps, places, strict=True)
                 if place.rewrite_at is not None
             }
-            results = self._catalog.commit_steps(steps, rewrites)
+            able = [step for step, place in zip(steps, places, strict=True) if place.problem is None]
+            answers = iter(self._catalog.commit_steps(able, rewrites))
+            results = [
+                _refused(step, place) or next(answers) for step, place in zip(steps, places, strict=True)
+            ]
             for step, place, result in zip(steps, places, results, strict=True):
                 self._remember(step, place, result)
         return results
@@ -135,7 +141,11 @@ class Rewrites:
         except ArrowTQError:
             # The commit itself names what is wrong with the step.
             return known
-        return _Place(path.end, count, self._compare(path.spans, receipts) if start < path.end else None)
+        try:
+            rewrite_at = self._compare(path.spans, receipts) if start < path.end else None
+        except Unavailable as error:
+            return _Place(problem=error)
+        return _Place(path.end, count, rewrite_at)
 
     def _known(self, step: StepCommit) -> _Place:
         """What a step's place is without asking the catalog."""
@@ -187,6 +197,10 @@ class Rewrites:
                 ends = [one.end for one in step.receipts if one.field == TOKEN_FIELD and one.rows]
                 before = place.end if place.rewrite_at is None else min(place.end, place.rewrite_at)
                 self._ends.put((step.run, step.session_id, step.step_id), max([before, *ends]))
+
+
+def _refused(step: StepCommit, place: _Place) -> StepResult | None:
+    return None if place.problem is None else StepResult(step_id=step.step_id, error=place.problem.to_wire())
 
 
 def _overlap(spans: Spans, start: int, end: int) -> Spans:

@@ -98,7 +98,7 @@ class Shard:
         stream = self.locked_stream(key, field)
         try:
             self.check_open(f"chunk {chunk.header.id}")
-            if self.is_here(chunk_id, chunk.header.checksum):
+            if self.is_here(chunk_id, chunk.header.run, chunk.header.checksum):
                 return False
             extent = stream.room(chunk.header.rows, chunk.valid is not None)
             self._publish(chunk_id, extent.append(chunk))
@@ -172,6 +172,11 @@ class Shard:
         entry = self._index.get(chunk_id)
         return None if entry is None or entry.corrupt else entry.extent.header(chunk_id, entry)
 
+    def holds(self, chunk_id: ChunkId) -> bool:
+        """Whether the chunk is here and not known to be damaged."""
+        entry = self._index.get(chunk_id)
+        return entry is not None and not entry.corrupt
+
     def sha256(self, ids: Iterable[ChunkId]) -> str:
         """Digest, as hex, of these chunks' values one after another; of what is not here, nothing."""
         digest = hashlib.sha256()
@@ -232,6 +237,15 @@ class Shard:
             kept = [chunk_id for chunk_id in ids if chunk_id in self._unpinned]
             self._unpinned.update(dict.fromkeys(kept, now))
             return len(kept)
+
+    def drop_orphans(self, ids: Iterable[ChunkId], older_than_s: float) -> int:
+        """Forget those that are orphans still, and were not kept meanwhile; gives how many that were."""
+        before = time.monotonic() - older_than_s
+        with self._lock:
+            gone = [one for one in ids if self._unpinned.get(one, before) < before]
+            for chunk_id in gone:
+                self._forget(chunk_id)
+            return len(gone)
 
     def orphans(self, older_than_s: float) -> list[ChunkId]:
         """Chunks that were put longer ago than that and are attached to nothing."""
@@ -331,9 +345,12 @@ class Shard:
         self._streams.find_empty()
         return recovery.report
 
-    def is_here(self, chunk_id: ChunkId, checksum: str) -> bool:
+    def is_here(self, chunk_id: ChunkId, run: str, checksum: str) -> bool:
         """Whether the same chunk is stored; raises ``Conflict`` where another one has its id."""
         entry = self._index.get(chunk_id)
+        if entry is not None and entry.extent.key.run != run:
+            # What another run has stored is not told.
+            raise Conflict(f"chunk {chunk_id.hex}: this id cannot be used", id=chunk_id.hex)
         if entry is None or entry.corrupt:
             # A damaged chunk that comes again is stored again.
             return False

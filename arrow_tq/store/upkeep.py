@@ -55,7 +55,7 @@ class Upkeep:
             released=len(released),
             unattached=len(ids) - len(committed) - len(released),
         )
-        chunks, size = self._catalog.missing(set(committed))
+        chunks, size = self._catalog.missing(set(committed), self._shard.config.number)
         self._shard.note_lost(chunks, size)
         if chunks:
             # Such as those of memory after a reboot: reading one says that it is lost.

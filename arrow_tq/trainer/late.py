@@ -16,7 +16,7 @@ from arrow_tq.producer.encode import encode
 from arrow_tq_schemas.commands import Done, DropChunks, LateValue, PutValues
 from arrow_tq_schemas.errors import ArrowTQError, RowCountMismatch
 from arrow_tq_schemas.fields import Field
-from arrow_tq_schemas.ids import RANDOM_BITS, ChunkId
+from arrow_tq_schemas.ids import RANDOM_BITS, SHARD_MAX, ChunkId
 from arrow_tq_schemas.manifests import Manifest
 from arrow_tq_schemas.receipts import Receipt, chunk_ids
 
@@ -117,13 +117,18 @@ class _Group:
             start,
             run=run.name,
             epoch=run.epoch,
-            shard=run.backend.shard(),
+            shard=self._shard(manifest),
             ids=ContentIds(digest.digest(), _time_ms(manifest)),
             chunk_bytes=run.chunk_bytes,
         )
         self._written.append(encoded.receipt)
         self._handles += [run.backend.put(field, chunks) for chunks in encoded.chunks_by_group if chunks]
         return encoded.receipt
+
+    def _shard(self, manifest: Manifest) -> int:
+        """Beside the segment's own rows: the same values again must get the same ids."""
+        number = _shard_of(manifest)
+        return self._run.backend.shard() if number is None else number
 
     def _drop(self) -> None:
         """Free what was stored and is shown nowhere."""
@@ -140,6 +145,11 @@ class _Group:
         except ArrowTQError:
             # A store out of reach reaps them itself: nothing attached them.
             return
+
+
+def _shard_of(manifest: Manifest) -> int | None:
+    """Where the segment's first chunk is; None: it owns none."""
+    return int(manifest.owned["high"].min()) & SHARD_MAX if len(manifest.owned) else None
 
 
 def _time_ms(manifest: Manifest) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import struct
-import uuid
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
@@ -20,38 +19,38 @@ from pydantic import BaseModel, ConfigDict, Field as Bound, ValidationError, mod
 
 from arrow_tq_schemas.blobs import BlobId, StepBlob
 from arrow_tq_schemas.chunks import Count, Hex128, explain
+from arrow_tq_schemas.cluster import (
+    Beat,
+    ChunkStates,
+    ClusterMap,
+    ConfirmChunks,
+    Confirmed,
+    Digest,
+    DigestChunks,
+    FetchChunks,
+    GetCluster,
+    GetRun,
+    JoinCluster,
+    Joined,
+    News,
+    States,
+    TendChunks,
+)
+from arrow_tq_schemas.command_base import (
+    Command as Command,
+    Mutation as Mutation,
+    Seconds as Seconds,
+    Wire as Wire,
+    new_request_id as new_request_id,
+)
 from arrow_tq_schemas.errors import ArrowTQError, MalformedMessage, from_wire
 from arrow_tq_schemas.receipts import Receipt, StoredChunk
 
 View = Literal["lineage", "timeline"]
 Durability = Literal["process", "disk"]
-Seconds = Annotated[float, Bound(ge=0, le=10 * 365 * 86400)]
 Names = list[str]
 Json = str
 """JSON text of user columns (an object) or messages (an array), ASCII: lone surrogates stay escaped."""
-
-
-def new_request_id() -> str:
-    return uuid.uuid4().hex
-
-
-class Wire(BaseModel):
-    # Without this a NaN would travel as null, and arrive as None.
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
-
-
-class Command(Wire):
-    """Base of all commands."""
-
-    verb: ClassVar[str]
-    mutates: ClassVar[bool] = False
-
-
-class Mutation(Command):
-    """A command that changes the store."""
-
-    mutates: ClassVar[bool] = True
-    request_id: Hex128 = Bound(default_factory=new_request_id)
 
 
 class TaskSpec(Wire):
@@ -158,14 +157,14 @@ class StepCommit(Wire):
     messages: Json = "[]"
     version: str | None = None
     sampled: tuple[Count, Count] | None = None
-    receipts: list[Receipt] = []
+    receipts: list[Receipt] = Bound(default_factory=list)
     tools: str | None = None
     """Names the tools that the model could call; None says nothing. A change of it ends the segment."""
     retry_of: str | None = None
     """The step that this one replaces: from now on it and what follows it are superseded."""
     extends: bool = False
     """The messages only add to those before: tokens that differ are a mismatch, not a rewrite."""
-    blobs: list[StepBlob] = []
+    blobs: list[StepBlob] = Bound(default_factory=list)
     """Files that the agent saw, in the order in which they were attached."""
 
     @model_validator(mode="after")
@@ -249,7 +248,7 @@ class BlobInfo(Wire):
     state: Literal["unknown", "stored", "released", "lost"]
     media_type: str | None = None
     bytes: Count | None = None
-    chunks: list[StoredChunk] = []
+    chunks: list[StoredChunk] = Bound(default_factory=list)
 
 
 class FinalizeSession(Mutation):
@@ -406,7 +405,7 @@ class RecordedStep(Wire):
     tools: str | None
     retry_of: str | None
     extends: bool
-    blobs: list[StepBlob] = []
+    blobs: list[StepBlob] = Bound(default_factory=list)
 
 
 class SessionRecord(Wire):
@@ -751,6 +750,15 @@ REPLIES: dict[type[Command], type[Wire]] = {
     AdoptChunks: ChunkVerdicts,
     KeepGrants: GrantsKept,
     EndGrants: Done,
+    GetRun: RunInfo,
+    GetCluster: ClusterMap,
+    JoinCluster: Joined,
+    Beat: News,
+    ChunkStates: States,
+    ConfirmChunks: Confirmed,
+    FetchChunks: Confirmed,
+    DigestChunks: Digest,
+    TendChunks: Done,
 }
 COMMANDS: dict[str, type[Command]] = {command.verb: command for command in REPLIES}
 

@@ -28,6 +28,8 @@
     ├── DeadlineExceeded (TimeoutError)      deadline-exceeded  (retryable)
     │   ├── ChunkPending                     chunk-pending      (retryable)
     │   └── QueryKilled                      query-killed
+    ├── Unauthenticated                      unauthenticated
+    ├── PermissionDenied                     permission-denied
     ├── Unsupported                          unsupported
     └── InternalError                        internal
 """
@@ -219,6 +221,18 @@ class QueryKilled(DeadlineExceeded):
 
     code = "query-killed"
     retryable = False
+
+
+class Unauthenticated(ArrowTQError):
+    """The server takes known tokens only, and the call came without one that it knows."""
+
+    code = "unauthenticated"
+
+
+class PermissionDenied(ArrowTQError):
+    """The caller's token does not cover this; names the right and the run that it would need."""
+
+    code = "permission-denied"
 
 
 class Unsupported(ArrowTQError):

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field as Bound, TypeAdapter, Validat
 from arrow_tq_schemas.chunks import Count, explain
 from arrow_tq_schemas.commands import Seconds, View
 from arrow_tq_schemas.errors import MalformedMessage
+from arrow_tq_schemas.ids import SHARD_MAX
 from arrow_tq_schemas.manifests import SPANS_MAX
 from arrow_tq_schemas.spans import SPAN_DTYPE, Spans
 
@@ -101,6 +102,16 @@ class SegmentTicket(_Wire):
     end: Count | None = None
 
 
+class ShardTicket(_Wire):
+    """The part of a ``SegmentTicket``'s answer whose rows are stored on one shard."""
+
+    kind: Literal["shard"] = "shard"
+    shard: Annotated[int, Bound(ge=0, le=SHARD_MAX)]
+    fills: bool = False
+    """Whether rows that are stored nowhere, which read as the field's fill, are in this part."""
+    segments: SegmentTicket
+
+
 class SqlTicket(_Wire):
     """Result of a SQL query as a stream."""
 
@@ -134,7 +145,7 @@ class FlightFilter(_Wire):
 
 
 PutDescriptor = PutStream | CommitStream
-Ticket = SpanTicket | SegmentTicket | SqlTicket
+Ticket = SpanTicket | SegmentTicket | ShardTicket | SqlTicket
 _PUT: TypeAdapter[PutDescriptor] = TypeAdapter(Annotated[PutDescriptor, Bound(discriminator="kind")])
 _TICKET: TypeAdapter[Ticket] = TypeAdapter(Annotated[Ticket, Bound(discriminator="kind")])
 AnyModel = TypeVar("AnyModel")

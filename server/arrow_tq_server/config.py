@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from pydantic_settings import (
 )
 
 from arrow_tq_schemas.chunks import explain
-from arrow_tq_schemas.errors import InvalidInput, Unsupported
+from arrow_tq_schemas.errors import InvalidInput
 
 ENV_PREFIX = "ARROW_TQ_"
 MIB = 1 << 20
@@ -46,11 +47,55 @@ class ServerConfig(BaseSettings):
         description="URL that clients are told to connect to. Unset: made of host (the machine's name where "
         "it listens on every address) and port.",
     )
-    role: Literal["all", "catalog", "shard"] = Setting(
-        default="all", description="What this server does of a store. This version knows `all`."
+    unix_socket: Path | None = Setting(
+        default=None,
+        description="Path of a Unix socket to serve Flight on, instead of the port.",
     )
-    join: str | None = Setting(
-        default=None, description="URL of a cluster to join. This version has no clusters."
+    tokens_file: Path | None = Setting(
+        default=None,
+        description="File of the tokens that are taken (TOML or JSON; `arrow-tq token new` makes its lines), "
+        "read again when it changes. Unset: whoever can connect may do everything.",
+    )
+    insecure: bool = Setting(
+        default=False,
+        description="Serve without tokens although `host` is more than this machine; the server refuses to "
+        "start so otherwise.",
+    )
+    tls_cert: Path | None = Setting(
+        default=None, description="Certificate chain (PEM) of both ports. Unset: no TLS."
+    )
+    tls_key: Path | None = Setting(default=None, description="Private key (PEM) of `tls_cert`.")
+    tls_client_ca: Path | None = Setting(
+        default=None,
+        description="CA (PEM) that must have signed a client's certificate, on both ports: mutual TLS.",
+    )
+    role: Literal["all", "catalog", "shard"] = Setting(
+        default="all",
+        description="What this server does of a store: `catalog` holds the metadata and the map of shards, "
+        "`shard` holds chunks, `all` is both.",
+    )
+    join: str | None = Setting(default=None, description="URL of the catalog that a `shard` joins.")
+    lease_s: float = Setting(
+        default=5.0, gt=0, description="A shard that the catalog has not heard of for so long is down."
+    )
+    cache_bytes: int = Setting(
+        default=0,
+        ge=0,
+        description="Of a `shard`: bytes of other nodes' chunks kept for readers on this node, so that each "
+        "is fetched once; 0: none.",
+    )
+    host_id: str | None = Setting(
+        default=None,
+        description="What this machine is called where it matters who is on it (placing, caching). Unset: "
+        "the kernel's boot id.",
+    )
+    cluster_token: str | None = Setting(
+        default=None,
+        description="Token that catalog and shards show each other: `admin` for every run. Best given "
+        "in the environment.",
+    )
+    cluster_ca: Path | None = Setting(
+        default=None, description="CA (PEM) of the certificates of the cluster's servers."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Setting(
         default="info", description="Least level that is logged (JSON lines on standard error)."
@@ -136,7 +181,6 @@ def load(flags: Mapping[str, object], file: Path | None = None) -> ServerConfig:
 
     Raises:
         InvalidInput: an unknown setting or a value that does not fit, naming it; an unreadable file.
-        Unsupported: a role or a cluster to join.
     """
 
     class Sources(ServerConfig):
@@ -162,8 +206,30 @@ def load(flags: Mapping[str, object], file: Path | None = None) -> ServerConfig:
         raise InvalidInput(f"setting {explain(error)}") from None
     except ValueError as error:
         raise InvalidInput(f"config file {str(file)!r}: {error}") from None
-    if config.role != "all":
-        raise Unsupported(f"role {config.role!r}: this version serves a whole store in one process ('all')")
-    if config.join is not None:
-        raise Unsupported(f"join {config.join!r}: this version has no clusters")
+    _check_doors(config)
+    if (config.role == "shard") != (config.join is not None):
+        raise InvalidInput(
+            "setting join: a server of role 'shard' takes the URL of its catalog, no other does"
+        )
     return config
+
+
+def _check_doors(config: ServerConfig) -> None:
+    """Raises ``InvalidInput`` for a server that is open to strangers unasked, or half of a TLS set-up."""
+    if config.tokens_file is None and not config.insecure and not is_loopback(config.host):
+        raise InvalidInput(
+            f"setting host: {config.host!r} can be reached from other machines, and without tokens whoever "
+            "reaches it may do everything: set tokens_file, or insecure to serve all the same"
+        )
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise InvalidInput("setting tls_cert: it takes tls_cert and tls_key together")
+    if config.tls_client_ca is not None and config.tls_cert is None:
+        raise InvalidInput("setting tls_client_ca: client certificates need TLS: set tls_cert and tls_key")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -9,7 +9,14 @@ from contextlib import contextmanager
 import pyarrow.flight as flight
 import structlog
 
-from arrow_tq_schemas.errors import ArrowTQError, DeadlineExceeded, InternalError, Unavailable
+from arrow_tq_schemas.errors import (
+    ArrowTQError,
+    DeadlineExceeded,
+    InternalError,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
 from arrow_tq_server.metrics import Metrics
 
 STATUS_CHARS_MAX = 300
@@ -31,6 +38,10 @@ def to_flight(error: ArrowTQError) -> flight.FlightError:
         kind = flight.FlightUnavailableError
     elif isinstance(error, InternalError):
         kind = flight.FlightInternalError
+    elif isinstance(error, Unauthenticated):
+        kind = flight.FlightUnauthenticatedError
+    elif isinstance(error, PermissionDenied):
+        kind = flight.FlightUnauthorizedError
     return kind(f"{error.code}: {error.message[:STATUS_CHARS_MAX]}", extra_info=wire_bytes(error))
 
 

@@ -22,8 +22,20 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Flight port; 0 picks a free one.")] = None,
     http_port: Annotated[int | None, typer.Option(help="Port of /livez, /readyz and /metrics.")] = None,
     capacity_bytes: Annotated[int | None, typer.Option(help="Payload bytes at most.")] = None,
-    role: Annotated[str | None, typer.Option(help="What this server does of a store: all.")] = None,
-    join: Annotated[str | None, typer.Option(help="URL of a cluster to join.")] = None,
+    unix_socket: Annotated[Path | None, typer.Option(help="Unix socket for Flight, not a port.")] = None,
+    tokens_file: Annotated[Path | None, typer.Option(help="File with the tokens that are taken.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Serve other machines without tokens.", show_default=False)
+    ] = False,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM).")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="CA of client certificates (PEM): mutual TLS.")
+    ] = None,
+    role: Annotated[
+        str | None, typer.Option(help="What this server does of a store: all, catalog or shard.")
+    ] = None,
+    join: Annotated[str | None, typer.Option(help="URL of the catalog that a shard joins.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with any of the settings.")] = None,
     setting: Annotated[
@@ -38,6 +50,12 @@ def serve(
         "port": port,
         "http_port": http_port,
         "capacity_bytes": capacity_bytes,
+        "unix_socket": unix_socket,
+        "tokens_file": tokens_file,
+        "insecure": insecure or None,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "tls_client_ca": tls_client_ca,
         "role": role,
         "join": join,
         "log_level": log_level,

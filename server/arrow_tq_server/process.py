@@ -17,17 +17,27 @@ import pyarrow as pa
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 
+from arrow_tq.client.address import check_url
+from arrow_tq.client.cluster import boot_id
+from arrow_tq.client.tls import Tls as ClientTls
 from arrow_tq.sql import SqlLimits
 from arrow_tq.store import Engine, EngineConfig
+from arrow_tq.store.cluster.shard_engine import ShardEngine, ShardEngineConfig
+from arrow_tq.store.config import ClusterConfig
+from arrow_tq.store.directory import Directory
+from arrow_tq_schemas.cluster import ShardServer
 from arrow_tq_schemas.errors import ArrowTQError, Unavailable
 from arrow_tq_server.budgets import Activity
-from arrow_tq_server.config import ServerConfig
+from arrow_tq_server.config import ServerConfig, is_loopback
+from arrow_tq_server.guard import Guard
 from arrow_tq_server.http import HttpPort
 from arrow_tq_server.limits import raise_open_files
 from arrow_tq_server.memory import default_memory_dir, sweep
 from arrow_tq_server.metrics import Metrics
 from arrow_tq_server.ports import Ports
 from arrow_tq_server.service import Service
+from arrow_tq_server.tls import Tls
+from arrow_tq_server.tokens import Tokens
 
 NOTE_NAME = "server.json"
 CLOSE_S = 30.0
@@ -40,10 +50,12 @@ class ServerProcess:
 
     config: ServerConfig
     ports: Ports
-    engine: Engine
+    engine: Engine | ShardEngine
     activity: Activity
     metrics: Metrics
     http: HttpPort
+    guard: Guard
+    tls: Tls | None
 
     @classmethod
     def open(cls, config: ServerConfig) -> ServerProcess:
@@ -53,25 +65,32 @@ class ServerProcess:
             StoreInUse: another process has the data directory; names its pid and URL.
             Unavailable: a port is taken.
         """
+        tls = Tls.of(config)
+        guard = Guard(None if config.tokens_file is None else Tokens(config.tokens_file))
         try:
             ports = Ports.take(config)
         except Unavailable:
             # The same command started twice: that the store is in use is the better news.
-            Engine(_engine_config(config, None)).close()
+            Directory.claim(config.data_dir, None).release()
             raise
         activity, metrics = Activity(), Metrics()
-        http = HttpPort(ports.http, metrics, activity)
+        http = HttpPort(ports.http, metrics, activity, guard, tls)
         http.start()
         warm_up()
-        engine = Engine(_engine_config(config, ports))
+        engine = _open(config, ports, tls)
         metrics.watch(engine.stats)
-        return cls(config, ports, engine, activity, metrics, http)
+        return cls(config, ports, engine, activity, metrics, http, guard, tls)
 
     def serve(self) -> None:
         """Serve until SIGTERM or SIGINT, drain, and end the process with exit code 0."""
         stop = _stop_signals()
+        signal.signal(signal.SIGHUP, lambda *_: self.guard.look_again())
+        self._warn()
         service = self._service()
-        self.http.ready()
+        if isinstance(self.engine, ShardEngine):
+            # Only now can the catalog call back. Ready once it counts on this shard.
+            self.engine.start()
+        self.http.ready(self._is_ready)
         self._announce()
         os.read(stop, 1)
         self._leave(service)
@@ -82,6 +101,8 @@ class ServerProcess:
             return Service(
                 *(self.ports.location, self.engine, self.config, self.metrics, self.activity),
                 advertised_url=_advertised(self.config, self.ports),
+                guard=self.guard,
+                tls=self.tls,
             )
         except pa.ArrowException as error:
             self.engine.close()
@@ -96,6 +117,18 @@ class ServerProcess:
         part.replace(self._note)
         sys.stdout.write(f"arrow-tq serving {url} {http_url} data={self.config.data_dir}\n")
         sys.stdout.flush()
+
+    def _is_ready(self) -> bool:
+        return not isinstance(self.engine, ShardEngine) or self.engine.is_ready
+
+    def _warn(self) -> None:
+        config, log = self.config, structlog.get_logger("arrow_tq.server")
+        if is_loopback(config.host):
+            return
+        if config.tokens_file is None:
+            log.warning("serving other machines without tokens (insecure)", host=config.host)
+        elif self.tls is None:
+            log.warning("tokens and payload travel without encryption: set tls_cert", host=config.host)
 
     def _leave(self, service: Service) -> None:
         log = structlog.get_logger("arrow_tq.server")
@@ -141,23 +174,56 @@ def warm_up() -> None:
     importlib.import_module("sqlglot.dialects.duckdb")
 
 
-def _engine_config(config: ServerConfig, ports: Ports | None) -> EngineConfig:
-    return EngineConfig(
-        data_dir=config.data_dir,
-        memory_dir=config.memory_dir or default_memory_dir(config.data_dir),
-        capacity_bytes=config.capacity_bytes,
-        soft_mark=config.soft_mark,
-        url=None if ports is None else _advertised(config, ports),
-        orphan_ttl_s=config.orphan_ttl_s,
-        blob_bytes_max=config.blob_bytes_max,
-        keep_marks=config.keep_marks,
-        keep_released_s=config.keep_released_s,
-        sql=SqlLimits(
-            timeout_s=config.sql_timeout_s,
-            memory_bytes=config.sql_memory_bytes,
-            result_bytes_max=config.sql_result_bytes_max,
-            rows_max=config.sql_rows_max,
-        ),
+def _open(config: ServerConfig, ports: Ports, tls: Tls | None) -> Engine | ShardEngine:
+    """What is behind the ports, by role."""
+    url = _advertised(config, ports)
+    memory_dir = config.memory_dir or default_memory_dir(config.data_dir)
+    within = None
+    if config.cluster_ca is not None or tls is not None:
+        within = ClientTls(config.cluster_ca) if tls is None else tls.as_client(config.cluster_ca)
+    if config.role == "shard":
+        assert config.join is not None
+        return ShardEngine(
+            ShardEngineConfig(
+                data_dir=config.data_dir,
+                catalog_url=check_url(config.join),
+                server=ShardServer(url=url, host=config.host_id or boot_id()),
+                memory_dir=memory_dir,
+                capacity_bytes=config.capacity_bytes,
+                soft_mark=config.soft_mark,
+                orphan_ttl_s=config.orphan_ttl_s,
+                cache_bytes=config.cache_bytes,
+                token=config.cluster_token,
+                tls=within,
+            )
+        )
+    cluster = ClusterConfig(
+        url=url,
+        host=config.host_id or boot_id(),
+        holds_chunks=config.role == "all",
+        lease_s=config.lease_s,
+        token=config.cluster_token,
+        tls=within,
+    )
+    return Engine(
+        EngineConfig(
+            data_dir=config.data_dir,
+            memory_dir=memory_dir,
+            capacity_bytes=config.capacity_bytes,
+            soft_mark=config.soft_mark,
+            url=url,
+            orphan_ttl_s=config.orphan_ttl_s,
+            blob_bytes_max=config.blob_bytes_max,
+            keep_marks=config.keep_marks,
+            keep_released_s=config.keep_released_s,
+            sql=SqlLimits(
+                timeout_s=config.sql_timeout_s,
+                memory_bytes=config.sql_memory_bytes,
+                result_bytes_max=config.sql_result_bytes_max,
+                rows_max=config.sql_rows_max,
+            ),
+            cluster=cluster,
+        )
     )
 
 

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from arrow_tq.calls import read_table
-from arrow_tq.intervals import bounded, clip, domain_ranges, gaps, restrict
+from arrow_tq.client.shard_reads import shard_numbers
+from arrow_tq.intervals import bounded, clip, domain_ranges, ends_of, gaps, restrict, union
 from arrow_tq.trainer.scatter import GroupPart, Placement, scatter
 from arrow_tq_schemas.chunks import to_array
 from arrow_tq_schemas.commands import GetSegments, View
@@ -37,6 +38,14 @@ class Piece:
     @property
     def rows(self) -> int:
         return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of an answer that are stored on one shard; with ``fills`` also those stored nowhere."""
+
+    shard: int
+    fills: bool
 
 
 def segment_schema(field: Field, group: int, layers: tuple[int, ...] | None) -> pa.Schema:
@@ -73,10 +82,30 @@ def pieces(found: Sequence[Manifest], field: Field, start: int, end: int | None)
     return chosen
 
 
+def shards_of(found: Sequence[Manifest], field: Field) -> list[int]:
+    """The shards that hold rows of the field of these segments, ascending."""
+    numbers = [np.unique(shard_numbers(_own(manifest, field))) for manifest in found]
+    return [int(one) for one in np.unique(np.concatenate([*numbers, np.empty(0, np.int64)]))]
+
+
+def part_of(chosen: Sequence[Piece], field: Field, part: Part) -> list[Piece]:
+    """The pieces of the pieces that are in this part, in the same order."""
+    found = []
+    for piece in chosen:
+        spans = restrict(_own(piece.manifest, field), _domain(field, piece))
+        here = spans[shard_numbers(spans) == part.shard]
+        ranges = np.stack([here["start"], ends_of(here)], axis=1)
+        if part.fills:
+            whole = np.array([[piece.start, piece.end]], np.int64)
+            ranges = np.concatenate([ranges, gaps(spans, whole)])
+        found += [Piece(piece.manifest, start, end) for start, end in union(ranges).tolist()]
+    return found
+
+
 def segment_answer(
-    engine: ServedEngine, ticket: SegmentTicket, message_bytes: int
+    engine: ServedEngine, ticket: SegmentTicket, message_bytes: int, shard_part: Part | None = None
 ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Schema and batches of a ``SegmentTicket``. Outside the field's domain rows read as its fill.
+    """Schema and batches of a ``SegmentTicket``, or of a part. Outside the field's domain rows are its fill.
 
     Raises:
         NotFound, ChunkReleased, ChunkLost: as their names say.
@@ -90,6 +119,8 @@ def segment_answer(
     chosen = pieces(manifests(engine, ticket.run, ticket.segment_ids), field, ticket.start, ticket.end)
     for piece in chosen:
         _refuse_holes(field, piece)
+    if shard_part is not None:
+        chosen = part_of(chosen, field, shard_part)
     part = GroupPart(ticket.group, layers, ())
     shape = item_shape(field, ticket.group, layers)
     row_bytes = math.prod(shape) * field.type.numpy.itemsize

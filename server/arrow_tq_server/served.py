@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import pyarrow as pa
 
 from arrow_tq.backend import Backend
 from arrow_tq_schemas.chunks import ChunkHeader
-from arrow_tq_schemas.commands import Claim, Reply, StepCommit, StepResult
+from arrow_tq_schemas.commands import Claim, Pressure, Reply, StepCommit, StepResult
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.tickets import PutStream
 
@@ -19,6 +19,9 @@ class ServedEngine(Backend, Protocol):
 
     def claim(self, command: Claim, is_gone: Callable[[], bool]) -> Reply:
         """Answer a claim; nothing is taken for a claimer that ``is_gone`` after it waited."""
+
+    def has_run(self, run: str) -> bool:
+        """Whether there is such a run."""
 
     def field(self, run: str, name: str) -> Field:
         """The declared field; raises ``NotFound``."""
@@ -34,6 +37,9 @@ class ServedEngine(Backend, Protocol):
 
     def query(self, query: str, run: str | None) -> pa.Table:
         """SQL over the metadata."""
+
+    def pressure_of(self, runs: Collection[str]) -> Pressure:
+        """The store's fill, with sessions and segments of these runs alone."""
 
     def stats(self) -> dict[str, float]:
         """Statistics by name, labels in braces as Prometheus writes them."""

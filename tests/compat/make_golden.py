@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from arrow_tq_schemas import commands, handles, presets, tickets
+from arrow_tq_schemas import cluster, commands, handles, presets, tickets
 from arrow_tq_schemas.blobs import BLOB_FIELD, BlobRef, StepBlob
 from arrow_tq_schemas.chunks import METADATA_KEY, Chunk, ChunkHeader, checksum
 from arrow_tq_schemas.commands import Command, Reply, StepCommit, TaskSpec, pack_reply
@@ -33,6 +33,7 @@ REQUEST = "00112233445566778899aabbccddeeff"
 CLAIM = "ffeeddccbbaa99887766554433221100"
 BLOB = "0123456789abcdef" * 4
 EXPERTS = presets.routed_experts(layer_ids=[1, 2, 5], topk=2, num_experts=64, layer_groups=[[1], [2, 5]])
+SERVER = cluster.ShardServer(url="grpc://node-3:8815", host="7f1c2a3b")
 SPANS = to_spans([Span(0, FIRST, 0, 3), Span(3, SECOND, 1, 2), Span(9, SECOND, 7, 1 << 20)])
 
 PACKED_SPANS = "eAFjYICApU2XD21cMJ0xFAxEG0CizFAMYi9tugKWD4PKMwLFmICYEyQJBOjy7GBRAQYAPwAV1g=="
@@ -134,6 +135,11 @@ def all_tickets() -> dict[str, tickets.PutDescriptor | tickets.Ticket]:
         "SegmentTicket": tickets.SegmentTicket(
             run="r", field="logprobs", segment_ids=["s-17~0", "s-18~t1"], start=4, end=9
         ),
+        "ShardTicket": tickets.ShardTicket(
+            shard=3,
+            fills=True,
+            segments=tickets.SegmentTicket(run="r", field="logprobs", segment_ids=["s-17~0"]),
+        ),
         "SqlTicket": tickets.SqlTicket(query="SELECT 1", run="r"),
     }
 
@@ -209,7 +215,26 @@ def all_commands() -> list[Command]:
         ),
         commands.KeepGrants(proof=REQUEST, grants=[CLAIM]),
         commands.EndGrants(proof=REQUEST, grants=[CLAIM]),
+        *cluster_commands(),
     ]  # fmt: skip
+
+
+def cluster_commands() -> list[Command]:
+    """What shards and their catalog say to each other."""
+    to_shard = {"number": 3, "epoch": 2, "ids": [FIRST.hex]}
+    return [
+        cluster.GetRun(run="r"),
+        cluster.GetCluster(),
+        cluster.JoinCluster(node=CLAIM, server=SERVER, capacity_bytes=1 << 40, used_bytes=12, number=3),
+        cluster.Beat(
+            number=3, epoch=2, used_bytes=12, capacity_bytes=1 << 40, catalog=CLAIM, done=7, wait_s=0.5
+        ),
+        cluster.ChunkStates(ids=[FIRST.hex], run="r"),
+        cluster.ConfirmChunks(**to_shard, run="r"),
+        cluster.FetchChunks(**to_shard),
+        cluster.DigestChunks(**to_shard),
+        cluster.TendChunks(**to_shard, run="r", keep=True),
+    ]
 
 
 def replies() -> dict[str, commands.Wire]:
@@ -275,6 +300,29 @@ def replies() -> dict[str, commands.Wire]:
         ),
         "ChunkVerdicts": commands.ChunkVerdicts(errors=[None, Misaligned("here", position=3).to_wire()]),
         "GrantsKept": commands.GrantsKept(grants=[CLAIM]),
+        "ClusterMap": cluster.ClusterMap(
+            version=9, catalog=CLAIM, lease_s=5.0,
+            shards=[
+                cluster.ShardEntry(
+                    number=3, epoch=2, servers=[SERVER], capacity_bytes=1 << 40, used_bytes=12, up=False,
+                    takes_new=False,
+                )
+            ],
+        ),
+        "Joined": cluster.Joined(number=3, epoch=2, lease_s=5.0, catalog=CLAIM),
+        "News": cluster.News(
+            last=9, attached=[FIRST.hex], released=[SECOND.hex], reconcile=True, more=True, catalog=CLAIM
+        ),
+        "States": cluster.States(states=["committed", "released", "held", None]),
+        "Digest": cluster.Digest(sha256=BLOB),
+        "Confirmed": cluster.Confirmed(
+            chunks=[
+                cluster.ConfirmedChunk(
+                    run="r", epoch=2, field="logprobs", start=4, rows=5, checksum="0" * 32
+                ),
+                None,
+            ]
+        ),
         "Done": commands.Done(count=3),
         "Empty": commands.Empty(),
     }  # fmt: skip

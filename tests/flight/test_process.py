@@ -105,8 +105,8 @@ def test_a_taken_port_is_named(server: Server, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--role", "catalog"], "unsupported: role 'catalog'"),
-        (["--join", "grpc://head:1"], "unsupported: join 'grpc://head:1'"),
+        (["--role", "shard"], "invalid-input: setting join"),
+        (["--join", "grpc://head:1"], "invalid-input: setting join"),
         (["--role", "boss"], "invalid-input: setting role"),
         (["--set", "gets_max=none"], "invalid-input: setting gets_max"),
         (["--set", "no_such=1"], "invalid-input: setting no_such"),

@@ -90,6 +90,7 @@ def test_version_and_help() -> None:
         "export",
         "capacity",
         "stats",
+        "token",
         "bench",
     ]
     assert names == expected

@@ -60,7 +60,7 @@ def _plan(commit: StepCommit, blob: StepBlob, bytes_max: int, pins: ChunkPins) -
     chunks = [(chunk.chunk_id, chunk.start, chunk.rows) for chunk in blob.receipt.chunks]
     for chunk_id, start, rows in chunks:
         header = pins.header(chunk_id)
-        if header is None:
+        if header is None or header.run != commit.run:
             raise ChunkLost(f"{what}: no chunk {chunk_id.hex}", ids=[chunk_id.hex])
         stored = (header.run, header.epoch, header.field, header.start, header.rows)
         if stored != (commit.run, commit.epoch, BLOB_FIELD.name, start, rows):

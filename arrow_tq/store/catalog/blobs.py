@@ -125,7 +125,7 @@ def _stored(connection: apsw.Connection, run: int, blob_id: bytes) -> int | None
 
 def _is_whole(connection: apsw.Connection, row: int, pins: ChunkPins) -> bool:
     """Whether a stored blob's chunks are there: what was lost comes back where somebody brings it again."""
-    return all(pins.header(ChunkId.from_hex(chunk.id)) is not None for chunk in _chunks(connection, row))
+    return all(pins.holds(ChunkId.from_hex(chunk.id)) for chunk in _chunks(connection, row))
 
 
 def _chunks(connection: apsw.Connection, row: int) -> list[StoredChunk]:

@@ -37,6 +37,7 @@ from arrow_tq.store.catalog.keeping import Keeping
 from arrow_tq.store.catalog.late_values import prepare_values, store_values
 from arrow_tq.store.catalog.paths import TokenPath, TokenPaths
 from arrow_tq.store.catalog.requests import answered, once
+from arrow_tq.store.catalog.run_gauges import RunGauges, read_run_gauges
 from arrow_tq.store.catalog.runs import CommittedRuns, WriterRuns
 from arrow_tq.store.catalog.step_plans import StepPlan, plan_step
 from arrow_tq.store.catalog.steps import commit_step, find_receipts
@@ -316,15 +317,16 @@ class Catalog:
             found = sessions.find_session(connection, record, session_id)
         return found is not None and found.status in (sessions.OPEN, sessions.FINALIZED)
 
-    def chunk_states(self, ids: Sequence[ChunkId]) -> list[str | None]:
-        """committed, released, or None where no step attached it; of any layer group."""
+    def chunk_states(self, ids: Sequence[ChunkId], run: str | None = None) -> list[str | None]:
+        """committed, released, or None where no step attached it, or none of ``run``; of any layer group."""
+        owner = None if run is None else self._runs.get(run).id
         with self._readers.snapshot() as connection:
-            return read_states(connection, ids)
+            return read_states(connection, ids, owner)
 
-    def missing(self, here: Collection[ChunkId]) -> tuple[int, int]:
-        """Chunks (a layer group each) that should be readable and are not ``here``; and their bytes."""
+    def missing(self, here: Collection[ChunkId], shard: int = 0) -> tuple[int, int]:
+        """A shard's chunks (a layer group each) that should be readable and are not ``here``; their bytes."""
         with self._readers.snapshot() as connection:
-            return count_missing(connection, here)
+            return count_missing(connection, here, shard)
 
     def revision(self) -> int:
         """Number of the last committed transaction."""
@@ -350,6 +352,11 @@ class Catalog:
             gauges = read_gauges(connection, self._waiters.waiting, self._commits)
         self._gauges = now_s, gauges
         return gauges
+
+    def run_gauges(self, runs: Collection[str]) -> RunGauges:
+        """What these runs have open and unclaimed."""
+        with self._readers.snapshot() as connection:
+            return read_run_gauges(connection, runs)
 
     def maintain(self) -> None:
         """Expire what time has ended, and checkpoint the log. To be called about once a second."""

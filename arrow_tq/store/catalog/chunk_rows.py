@@ -111,19 +111,28 @@ def all_groups(rows: Iterable[tuple[bytes, int]]) -> list[ChunkId]:
     return ids
 
 
-def read_states(connection: apsw.Connection, ids: Sequence[ChunkId]) -> list[str | None]:
-    """State of each chunk, whichever its layer group; None where no step ever attached it."""
+def read_states(
+    connection: apsw.Connection, ids: Sequence[ChunkId], run: int | None = None
+) -> list[str | None]:
+    """State of each chunk, whichever its layer group; None where no step, or none of ``run``, attached it."""
     query = "SELECT state FROM chunks WHERE chunk_id = ?"
+    if run is not None:
+        query = (
+            "SELECT chunks.state FROM chunks LEFT JOIN sessions ON sessions.id = chunks.session "
+            "LEFT JOIN blobs ON blobs.id = chunks.blob "
+            f"WHERE chunk_id = ? AND {int(run)} IN (sessions.run, blobs.run)"
+        )
     return [connection.execute(query, (chunk_id.sibling(0).to_bytes(),)).get for chunk_id in ids]
 
 
-def count_missing(connection: apsw.Connection, here: Collection[ChunkId]) -> tuple[int, int]:
-    """Committed chunks that are not ``here``, by layer group, and their bytes (groups counted as alike)."""
+def count_missing(connection: apsw.Connection, here: Collection[ChunkId], shard: int) -> tuple[int, int]:
+    """Committed chunks of a shard that are not ``here``, by layer group, and their bytes (groups alike)."""
     chunks = size = 0
     for raw, groups, total in connection.execute(
         "SELECT chunk_id, groups, bytes FROM chunks WHERE state = 'committed'"
     ):
-        missing = sum(one not in here for one in all_groups([(raw, groups)]))
+        ids = all_groups([(raw, groups)])
+        missing = sum(one not in here for one in ids) if ids[0].shard == shard else 0
         chunks += missing
         size += total * missing // groups
     return chunks, size

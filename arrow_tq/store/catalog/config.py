@@ -69,6 +69,9 @@ class ChunkPins(Protocol):
     def header(self, chunk_id: ChunkId) -> ChunkHeader | None:
         """The header of a chunk that is there."""
 
+    def holds(self, chunk_id: ChunkId) -> bool:
+        """Whether an attached chunk is where it was stored, as far as is known without asking far."""
+
     def sha256(self, ids: Sequence[ChunkId]) -> str:
         """Digest, as hex, of these chunks' values one after another; of what is not there, nothing."""
 

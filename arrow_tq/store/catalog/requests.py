@@ -1,7 +1,12 @@
-"""Replies by request id, kept in the transaction of their change: a retried call is not applied again."""
+"""Replies by run and request id, kept in the transaction of their change: a retried call applies once.
+
+The run is part of the key: a request id of another run finds nothing, so that who may see one run only
+cannot ask for the replies of another.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +30,7 @@ def once(command: Mutation, apply: Callable[[Change], Wire]) -> Callable[[Change
         reply = apply(change)
         change.execute(
             "INSERT INTO requests VALUES (?, ?, ?, ?)",
-            (bytes.fromhex(command.request_id), command.verb, reply.model_dump_json(), change.now_us),
+            (_key(command), command.verb, reply.model_dump_json(), change.now_us),
         )
         return reply
 
@@ -39,7 +44,7 @@ def answered(connection: apsw.Connection, command: Mutation) -> Wire | None:
         Conflict: the id was used for another command.
     """
     known: Any = connection.execute(
-        "SELECT verb, body FROM requests WHERE request_id = ?", (bytes.fromhex(command.request_id),)
+        "SELECT verb, body FROM requests WHERE request_id = ?", (_key(command),)
     ).fetchone()
     if known is None:
         return None
@@ -62,3 +67,8 @@ def prune(change: Change, ttl_s: float) -> int:
         "DELETE FROM claims WHERE segments = 0 AND state <> 'active' AND expires_at < ?", (before,)
     )
     return count
+
+
+def _key(command: Mutation) -> bytes:
+    scope = str(getattr(command, "run", None) or "")
+    return hashlib.blake2b(f"{command.request_id}:{scope}".encode(), digest_size=16).digest()

@@ -162,7 +162,8 @@ def _check_header(
     what: str, receipt: Receipt, chunk: StoredChunk, chunk_id: ChunkId, pins: ChunkPins
 ) -> None:
     header = pins.header(chunk_id)
-    if header is None:
+    if header is None or header.run != receipt.run:
+        # What another run has stored is told apart by nothing from what does not exist.
         raise lost(what, [chunk_id])
     # Fewer are fine: a recorder trims what its engine took back.
     if header.rows < chunk.rows:

@@ -103,7 +103,7 @@ class LateValueConformance:
             batch.put("values", [array * 2 for array in arrays])
         with pytest.raises(errors.Conflict, match="from its rollout"):
             batch.put("logprobs", [array * 0 for array in arrays])
-        assert chunks_stored(store) == stored
+        wait_until(lambda: chunks_stored(store) == stored)
         assert set(batch.fetch("values")["values"].packed.tolist()) == {1.0}
 
     def test_a_claim_that_ran_out_is_replaced(self, store: Store) -> None:

@@ -1,0 +1,163 @@
+"""Reads whose chunks are on several shards: all are read at the same time, rows come out in their order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from arrow_tq.backend import Read, Rows
+from arrow_tq_schemas.errors import ArrowTQError, ChunkLost, ChunkPending, InternalError
+from arrow_tq_schemas.ids import SHARD_MAX
+from arrow_tq_schemas.spans import Spans, chunk_ids
+
+AHEAD_MAX = 64
+"""Messages that one shard may be ahead of the consumer: of some 3 MiB each."""
+STALL_S = 2.0
+"""After so long without a message it is asked whether the shard is still up."""
+IDS_NAMED_MAX = 5
+Reader = Callable[[Read], Iterator[Rows]]
+
+
+class Shards(Protocol):
+    """Where shards are read, and what is known of them."""
+
+    def reader(self, number: int) -> Reader:
+        """How chunks of a shard are read. Raises ``ChunkLost`` for a shard that does not exist."""
+
+    def is_down(self, number: int) -> str | None:
+        """Where the shard was, if it is known to be down now; None: it may still answer."""
+
+
+def shard_numbers(spans: Spans) -> npt.NDArray[np.int64]:
+    """The shard of each span: its bits in the chunk ids."""
+    return (spans["high"] & np.uint64(SHARD_MAX)).astype(np.int64)
+
+
+def unreadable(number: int, url: str, request: Read, why: str) -> ChunkPending:
+    """The error for a shard that does not answer: names it, and exactly the chunks that were asked of it."""
+    ids = [one.sibling(request.group).hex for one in dict.fromkeys(chunk_ids(request.spans))]
+    return ChunkPending(
+        f"shard {number} at {url} does not answer ({why}): {_named(ids)} of field {request.field.name!r} can "
+        "be read again when it is back",
+        ids=ids,
+        shard=number,
+        url=url,
+    )
+
+
+def no_such_shard(number: int, request: Read) -> ChunkLost:
+    """The error for chunks of a shard that is not in the cluster."""
+    ids = [one.sibling(request.group).hex for one in dict.fromkeys(chunk_ids(request.spans))]
+    return ChunkLost(f"{_named(ids)}: there is no shard {number}", ids=ids, shard=number)
+
+
+def read_shards(shards: Shards, request: Read) -> Iterator[Rows]:
+    """The rows of all spans in request order, each shard's read by a thread of its own.
+
+    Raises:
+        ChunkPending: a shard is down; names it and its chunks of this request.
+        ChunkLost: there is no such shard; names its chunks.
+    """
+    numbers = shard_numbers(request.spans)
+    streams = {
+        int(number): _Stream(shards, int(number), replace(request, spans=request.spans[numbers == number]))
+        for number in np.unique(numbers)
+    }
+    try:
+        for stream in streams.values():
+            stream.start()
+        for number, rows in _turns(numbers, request.spans):
+            yield from streams[number].take(rows)
+    finally:
+        for stream in streams.values():
+            stream.stop()
+
+
+def _turns(numbers: npt.NDArray[np.int64], spans: Spans) -> Iterator[tuple[int, int]]:
+    """(shard, rows) of consecutive spans on one shard."""
+    if not len(numbers):
+        return
+    firsts = np.concatenate([[0], np.flatnonzero(np.diff(numbers)) + 1])
+    rows = np.add.reduceat(spans["rows"].astype(np.int64), firsts)
+    yield from zip(numbers[firsts].tolist(), rows.tolist(), strict=True)
+
+
+class _Stream:
+    """One shard's part of a read."""
+
+    def __init__(self, shards: Shards, number: int, request: Read) -> None:
+        self._shards = shards
+        self._number = number
+        self._request = request
+        self._queue: queue.Queue[Rows | ArrowTQError | None] = queue.Queue(AHEAD_MAX)
+        self._block: Rows | None = None
+        self._stopped = False
+
+    def start(self) -> None:
+        name = f"arrow-tq-read-shard-{self._number}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def take(self, rows: int) -> Iterator[Rows]:
+        """The next so many rows."""
+        while rows:
+            block = self._block or self._next()
+            count = min(rows, len(block.values))
+            yield _part(block, 0, count)
+            rows -= count
+            self._block = None if count == len(block.values) else _part(block, count, len(block.values))
+
+    def stop(self) -> None:
+        """Nobody takes the rest: let the thread see it."""
+        self._stopped = True
+        while True:
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                return
+
+    def _next(self) -> Rows:
+        while True:
+            try:
+                item = self._queue.get(timeout=STALL_S)
+            except queue.Empty:
+                where = self._shards.is_down(self._number)
+                if where is not None:
+                    self.stop()
+                    raise unreadable(self._number, where, self._request, "its lease ran out") from None
+                continue
+            if isinstance(item, ArrowTQError):
+                raise item
+            if item is None:
+                raise InternalError(f"shard {self._number}: the answer is shorter than asked")
+            if len(item.values):
+                return item
+
+    def _run(self) -> None:
+        try:
+            for rows in self._shards.reader(self._number)(self._request):
+                self._queue.put(rows)
+                if self._stopped:
+                    return
+        except ArrowTQError as error:
+            self._queue.put(error)
+        except Exception as error:
+            self._queue.put(InternalError(f"read of shard {self._number}: {type(error).__name__}: {error}"))
+        else:
+            self._queue.put(None)
+
+
+def _part(block: Rows, first: int, end: int) -> Rows:
+    if first == 0 and end == len(block.values):
+        return block
+    return Rows(block.values[first:end], None if block.valid is None else block.valid[first:end])
+
+
+def _named(ids: list[str]) -> str:
+    more = f" and {len(ids) - IDS_NAMED_MAX} more" if len(ids) > IDS_NAMED_MAX else ""
+    return f"chunk{'s' if len(ids) > 1 else ''} {', '.join(ids[:IDS_NAMED_MAX])}{more}"

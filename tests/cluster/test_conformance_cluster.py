@@ -1,0 +1,49 @@
+"""The conformance suite on a catalog and four shards, each a process of its own.
+
+Every test gets an empty store: its catalog starts anew without any metadata, and the shards, which know
+their numbers, join it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+import arrow_tq
+from arrow_tq.interface import Store
+from arrow_tq.testing.conformance import StoreConformance
+from arrow_tq.testing.conformance.concurrency import ConcurrencyConformance
+from arrow_tq.testing.scenes import wait_until
+from tests.clusters import Cluster
+
+ORPHAN_TTL_S = 4
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("four"), 4, "--set", f"orphan_ttl_s={ORPHAN_TTL_S}") as running:
+        yield running
+
+
+@pytest.fixture
+def store(four: Cluster) -> Iterator[Store]:
+    four.catalog.kill()
+    shutil.rmtree(four.catalog.data_dir)
+    shutil.rmtree(four.catalog.memory_dir, ignore_errors=True)
+    four.start_catalog()
+    four.wait()
+    with arrow_tq.connect(four.url) as opened:
+        # What the test before wrote belongs to nobody now.
+        wait_until(lambda: opened.stats()["chunks"] == 0, 60)
+        yield opened
+
+
+class TestConcurrencyOnFourShards(ConcurrencyConformance):
+    """Many at a time."""
+
+
+@pytest.mark.slow
+class TestFourShards(StoreConformance):
+    """All of it."""
