@@ -37,15 +37,15 @@ def rows(sizes: Sizes) -> list[Row]:
         kind = "list" if lists else "ndarray"
         ours, ray = _medians(sizes, lists)
         for verb, index, target in (("put", 0, PUT_TARGET), ("get", 1, GET_TARGET)):
-            name = f"bundle {verb}, {sizes.bundle_samples:,} samples, {kind} rows"
+            name = f"bundle {verb}, {kind} rows"
             value = ours[index] * 1e3
             if ray is None:
-                why = "Ray not installed" if _ray_is_missing() else "Ray left out"
-                found.append(Row(f"{name} ({why})", value, "ms", None, None, None))
+                why = "no Ray here" if _ray_is_missing() else "Ray left out"
+                found.append(Row(f"{name}: {why}", value, "ms", None, None, None))
                 continue
             baseline = ray[index] * 1e3
             wanted = LISTS_TARGET if lists else target
-            found.append(Row(f"{name}, Ray", value, "ms", baseline, baseline / value, wanted))
+            found.append(Row(f"{name}, to Ray", value, "ms", baseline, baseline / value, wanted))
     return found
 
 
