@@ -22,13 +22,20 @@ __all__ = ["BlobRef", "Field", "Receipt", "Task", "connect", "errors", "fields",
 __version__ = "0.1.0"
 
 
-def open(path: str | os.PathLike[str], *, capacity_bytes: int | None = None, keep_marks: int = 1) -> Store:
+def open(
+    path: str | os.PathLike[str],
+    *,
+    capacity_bytes: int | None = None,
+    keep_marks: int = 1,
+    run_quota_bytes: int | None = None,
+) -> Store:
     """Open the store in a folder, in this process, creating it when it is new. No server.
 
     Args:
         path: the folder. All of the store is in it: deleting the folder deletes the store.
         capacity_bytes: payload bytes at most; four fifths of the free space when left out.
         keep_marks: how many of a run's marks back what was released since is kept for ``run.rewind``.
+        run_quota_bytes: payload bytes of one run at most; no bound but the capacity when left out.
 
     Raises:
         StoreInUse: another process has it open; names its pid, and its URL if it is a server.
@@ -36,7 +43,12 @@ def open(path: str | os.PathLike[str], *, capacity_bytes: int | None = None, kee
     from arrow_tq.interface import Store
     from arrow_tq.store import Engine, EngineConfig
 
-    config = EngineConfig(data_dir=Path(path), capacity_bytes=capacity_bytes, keep_marks=keep_marks)
+    config = EngineConfig(
+        data_dir=Path(path),
+        capacity_bytes=capacity_bytes,
+        keep_marks=keep_marks,
+        run_quota_bytes=run_quota_bytes,
+    )
     return Store(Engine(config))
 
 

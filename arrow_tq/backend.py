@@ -6,7 +6,7 @@ Flight. Everything that users touch (runs, sessions, batches) is written once, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arrow_tq_schemas.chunks import Chunk
-from arrow_tq_schemas.commands import Command, Reply, StepCommit, StepResult
+from arrow_tq_schemas.commands import Command, Reply, RunInfo, StepCommit, StepResult
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.spans import Spans
@@ -33,6 +33,8 @@ class Read:
     """``SPAN_DTYPE`` rows with ids of group 0; ``start`` is only for messages."""
     wait_s: float = 0.0
     """How long to wait for chunks whose step is still open."""
+    whole: bool = False
+    """Each span comes as one block, neither joined with others nor cut."""
 
     @property
     def item_shape(self) -> tuple[int, ...]:
@@ -49,6 +51,31 @@ class Rows:
 
     values: npt.NDArray[np.generic]
     valid: npt.NDArray[np.bool_] | None
+
+
+Fill = Callable[[npt.NDArray[np.uint8]], None]
+"""Writes bytes into the memory that it is given, all of it."""
+
+
+class BundleWriter(Protocol):
+    """Stores the chunks of one bundle, which nobody sees before it is committed."""
+
+    @property
+    def bundle_id(self) -> str:
+        """Id of the first chunk, hex; the others count up from it."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Aimed size of a chunk."""
+
+    def write(self, nbytes: int, fill: Fill) -> None:
+        """Store the next chunk; ``fill`` is called once, before this returns. May block for room."""
+
+    def finish(self) -> None:
+        """Return when every chunk is stored, as durable as the run says; raise the first error."""
+
+    def abandon(self) -> None:
+        """Free what was stored, if it was not committed."""
 
 
 class PutHandle(Protocol):
@@ -142,6 +169,16 @@ class Backend(Protocol):
         Raises ``ChunkReleased``, ``ChunkLost`` or ``ChunkPending`` naming the ids concerned. Never an
         answer shorter than asked. Blocks are read-only and valid while referenced.
         """
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether ``read`` gives views of the store's own memory."""
+
+    def bundle_writer(self, run: RunInfo) -> BundleWriter:
+        """For one new bundle of a run."""
+
+    def end_lease(self, run: str, lease_id: str) -> None:
+        """A bundle's reader is done. Never raises; safe in a finalizer where reads are in place."""
 
     def close(self) -> None:
         """Let go of threads, connections and files. Idempotent."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -30,6 +30,7 @@ KILL_AFTER_S = 0.5
 ROUNDS_MAX = 4
 """How often changes are asked again so that all tables stand at one revision, on a store that is written."""
 _CHILDREN_FIRST = (
+    "bundles",
     *("spans", "chunks", "claims", "segments", "step_blobs", "blobs", "steps", "sessions", "marks"),
     "runs",
 )
@@ -75,10 +76,11 @@ class SqlService:
         self._scopes: OrderedDict[str | None, _Scope] = OrderedDict()
         self._closed = False
 
-    def query(self, query: str, run: str | None) -> pa.Table:
+    def query(self, query: str, run: str | None, lent: Mapping[str, pa.Table] | None = None) -> pa.Table:
         """The result of one SELECT over the tables of ``arrow_tq_schemas.tables``.
 
-        Sees every commit acked before the call, of ``run`` only, or of all runs where it is None.
+        Sees every commit acked before the call, of ``run`` only, or of all runs where it is None; and the
+        tables ``lent`` to this one query, by name.
 
         Raises:
             InvalidQuery: not one statement that only reads, or DuckDB refuses it; has DuckDB's message.
@@ -90,6 +92,9 @@ class SqlService:
             worker = self._ready()
             try:
                 self._sync(worker, run, tables_named(query))
+                for name, table in (lent or {}).items():
+                    frame = table_frame({"op": "lend", "scope": run, "table": name}, table)
+                    worker.ask(frame, self._limits.timeout_s, "loading a bundle")
                 request = Frame({"op": "query", "scope": run, "query": query})
                 # DuckDB stops most queries by itself and keeps its tables; the kill is for the rest.
                 return worker.ask(request, self._limits.timeout_s + KILL_AFTER_S, "running the query").table()

@@ -56,6 +56,8 @@ class Scope:
         self._live = dict.fromkeys(TABLES, 0)
         self._dead = dict.fromkeys(TABLES, 0)
         self._shown: dict[str, dict[str, str]] = {name: {} for name in TABLES}
+        self._lent: dict[str, pa.Table] = {}
+        """For the next query alone."""
         run = self._connection.execute
         for setting in _SETTINGS:
             run(setting)
@@ -89,6 +91,10 @@ class Scope:
         if self._dead[name] > DEAD_ROWS_MAX + self._live[name]:
             self._rewrite(name)
 
+    def lend(self, name: str, table: pa.Table) -> None:
+        """Show a table to the next query."""
+        self._lent[name] = table
+
     def query(self, text: str) -> pa.Table:
         """The result of one statement that only reads.
 
@@ -96,9 +102,12 @@ class Scope:
             InvalidQuery: it is not one such statement, or DuckDB refuses it.
             QueryKilled: the result is larger than the limits allow.
         """
+        lent, self._lent = self._lent, {}
         self._check(text)
         # A connection of its own: whatever a query leaves behind goes with it.
         with self._connection.cursor() as connection:
+            for name, table in lent.items():
+                connection.register(name, table)
             connection.execute("BEGIN TRANSACTION READ ONLY")
             return self._collect(connection.sql(text))
 
@@ -215,6 +224,9 @@ class Worker:
                 return Frame({})
             case "query":
                 return table_frame({}, self._scope(scope).query(str(header["query"])))
+            case "lend":
+                self._scope(scope).lend(str(header["table"]), request.table())
+                return Frame({})
             case "forget":
                 if scope in self._scopes:
                     self._scopes.pop(scope).close()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from arrow_tq_schemas.errors import InvalidField, InvalidInput
+from arrow_tq_schemas.errors import InvalidField, InvalidInput, MalformedMessage
 from arrow_tq_schemas.fields import Field
 
 if TYPE_CHECKING:
@@ -196,3 +196,54 @@ def _dtype(name: str | None) -> torch.dtype | None:
     if name is not None and not isinstance(found, torch.dtype):
         raise InvalidField(f"dtype {name!r}: torch has none of that name")
     return found
+
+
+def check_plain(value: object) -> torch.Tensor:
+    """A tensor that is its values and nothing more.
+
+    Raises:
+        InvalidInput: it is on another device, sparse, quantized, needs a gradient, or is a lazy view
+            (conjugated or negated).
+    """
+    if not isinstance(value, torch.Tensor):
+        raise InvalidInput(f"a {type(value).__name__}: expected a tensor")
+    if value.device.type != "cpu":
+        raise InvalidInput(f"a tensor on {value.device}: move it to the CPU first")
+    if value.layout != torch.strided or value.is_quantized or value.is_nested:
+        raise InvalidInput(f"a tensor of layout {value.layout}: expected a plain strided one")
+    if value.requires_grad:
+        raise InvalidInput("a tensor that requires a gradient: detach it first")
+    return value.resolve_conj().resolve_neg()
+
+
+def to_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """A plain tensor's values in C order, any dtype: a view where it is contiguous."""
+    flat: npt.NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def from_bytes(memory: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over ``memory`` (writable, kept alive by it).
+
+    Raises:
+        MalformedMessage: torch has no dtype called that, or the bytes do not fit the shape.
+    """
+    kind = _named(dtype)
+    try:
+        if not memory.size:
+            return torch.empty(shape, dtype=kind)
+        return torch.frombuffer(memory, dtype=kind).reshape(shape)
+    except (RuntimeError, ValueError) as error:
+        raise MalformedMessage(f"tensor of {dtype} {list(shape)}: {error}") from None
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one value of a torch dtype."""
+    return int(_named(dtype).itemsize)
+
+
+def _named(name: str) -> torch.dtype:
+    kind = getattr(torch, name, None)
+    if not isinstance(kind, torch.dtype):
+        raise MalformedMessage(f"tensor dtype {name!r}: torch has none of that name")
+    return kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import commits, handles, memory, samehost, wire
+from benchmarks import bundles, commits, handles, memory, samehost, wire
 from benchmarks.report import Row, show, write
 from benchmarks.sizes import FULL, SMOKE
 
@@ -15,6 +15,7 @@ SUITES = {
     "samehost": samehost.rows,
     "commits": commits.rows,
     "handles": handles.rows,
+    "bundles": bundles.rows,
 }
 
 

@@ -27,6 +27,9 @@ class Sizes:
     """Step commits per client and round."""
     handles: int
     """Handles expanded, and grouped, in one call."""
+    bundle_samples: int
+    with_ray: bool
+    """Whether Ray is measured too, where it is installed."""
 
     @property
     def piece_bytes(self) -> int:
@@ -43,6 +46,8 @@ FULL = Sizes(
     clients=64,
     commits=100,
     handles=10_000_000,
+    bundle_samples=16_384,
+    with_ray=True,
 )
 SMOKE = Sizes(
     rounds=1,
@@ -54,6 +59,8 @@ SMOKE = Sizes(
     clients=4,
     commits=5,
     handles=10_000,
+    bundle_samples=64,
+    with_ray=False,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import os
@@ -15,6 +16,7 @@ import pyarrow as pa
 
 from arrow_tq.backend import Placer, PutHandle, Read, Rows
 from arrow_tq.client.address import check_token, check_url
+from arrow_tq.client.bundles import FlightBundleWriter, Staging
 from arrow_tq.client.cluster import Cluster
 from arrow_tq.client.commits import Commits
 from arrow_tq.client.connection import Connection
@@ -29,17 +31,19 @@ from arrow_tq_schemas.cluster import ClusterMap, GetCluster
 from arrow_tq_schemas.commands import (
     Claim,
     ClaimInfo,
+    CloseBundle,
     Command,
     Empty,
     GetStats,
     Reply,
+    RunInfo,
     RunQuery,
     Stats,
     StepCommit,
     StepResult,
     unpack_reply,
 )
-from arrow_tq_schemas.errors import Conflict, InvalidInput, Unreachable
+from arrow_tq_schemas.errors import ArrowTQError, Conflict, InvalidInput, Unreachable
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.tickets import SqlTicket
 
@@ -63,6 +67,7 @@ class Link:
         self.commits = Commits(self.connection)
         self.host = HostReads(self.connection)
         self.writes = HostWrites(self.connection, self.host.host, self.puts)
+        self.staging = Staging(options.bundle_staging_bytes_max)
 
         def connect(shard_url: str) -> Connection:
             return Connection(shard_url, token, options, tls if shard_url.startswith("grpc+tls:") else None)
@@ -181,6 +186,20 @@ class FlightBackend:
         if not shard_numbers(request.spans).any():
             return link.host.read(request) or read(link.connection, request)
         return read_shards(link.cluster, request)
+
+    @property
+    def reads_in_place(self) -> bool:
+        return False
+
+    def bundle_writer(self, run: RunInfo) -> FlightBundleWriter:
+        link, options = self._link(), self._options
+        bound = options.bundle_staging_bytes_max
+        return FlightBundleWriter(self, link.puts, link.staging, run, bound, options.put_room_s)
+
+    def end_lease(self, run: str, lease_id: str) -> None:
+        # It expires by itself where nobody can be told.
+        with contextlib.suppress(ArrowTQError):
+            self._ask(CloseBundle(run=run, lease_ids=[lease_id]))
 
     def close(self) -> None:
         if self._closed:

@@ -34,6 +34,7 @@ class ClientOptions:
         get_streams: streams that one large read is split over; on one machine more than one only costs.
         get_split_bytes: rows of fewer bytes than this are never split further.
         get_spans_max: spans asked for in one ticket; more become several tickets, one after another.
+        bundle_staging_bytes_max: memory that a bundle on its way out is gathered in, used again and again.
         keepalive_s: how often an idle connection is probed, so that load balancers keep it; servers end
             connections that are probed more often than every 300 s.
         same_host: map the server's extents where it runs on this machine as a user whose files can be read.
@@ -59,6 +60,7 @@ class ClientOptions:
     get_streams: int = 1
     get_split_bytes: int = 32 * MIB
     get_spans_max: int = 100_000
+    bundle_staging_bytes_max: int = 48 * MIB
     keepalive_s: float = 320.0
     same_host: bool = True
     map_idle_s: float = 30.0

@@ -50,6 +50,8 @@ def split(request: Read, piece_bytes: int, spans_max: int) -> list[Spans]:
     row_bytes = int(np.prod(request.item_shape, dtype=np.int64)) * request.field.type.numpy.itemsize
     rows_max = max(1, piece_bytes // row_bytes)
     spans = request.spans
+    if request.whole:
+        return _whole(spans, rows_max, spans_max)
     if len(spans) <= spans_max and int(spans["rows"].sum(dtype=np.int64)) <= rows_max:
         return [spans]
     pieces: list[Spans] = []
@@ -65,6 +67,19 @@ def split(request: Read, piece_bytes: int, spans_max: int) -> list[Spans]:
         end = min(end, first + spans_max)
         pieces.append(spans[first:end])
         first = end
+    return pieces
+
+
+def _whole(spans: Spans, rows_max: int, spans_max: int) -> list[Spans]:
+    """The same without cutting a span."""
+    ends = np.cumsum(spans["rows"], dtype=np.int64)
+    pieces: list[Spans] = []
+    first, before = 0, 0
+    while first < len(spans):
+        end = max(int(np.searchsorted(ends, before + rows_max, side="right")), first + 1)
+        end = min(end, first + spans_max)
+        pieces.append(spans[first:end])
+        first, before = end, int(ends[end - 1])
     return pieces
 
 
@@ -93,6 +108,7 @@ def _stream(connection: Connection, request: Read, spans: Spans) -> Generator[Ro
         layers=None if request.layers is None else list(request.layers),
         spans=pack_spans(spans),
         wait_s=request.wait_s,
+        whole=request.whole,
     )
     deadline_s = connection.options.read_s + request.wait_s
     raw = ticket.model_dump_json().encode()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from arrow_tq.sql import SqlLimits
 from arrow_tq_schemas.errors import InvalidInput
@@ -45,6 +49,10 @@ class EngineConfig:
         capacity_bytes: payload bytes at most, both tiers together; None for four fifths of what the memory
             directory's filesystem has free at the start.
         soft_mark: fill (0 to 1) above which new sessions are refused, so that open ones can finish.
+        run_quota_bytes: payload bytes of one run at most, what is made ready for it included; None for no
+            bound but the capacity.
+        run_quotas: the same by run, where it differs.
+        memory_share: share of the host's memory (0 to 1) that the capacity never passes, whatever it says.
         url: what a second opener is told; a server's own URL.
         orphan_ttl_s: age at which a chunk that no step attached is reaped.
         upkeep_period_s: how often leases, expiries and orphans are looked after.
@@ -59,6 +67,9 @@ class EngineConfig:
     memory_dir: Path | None = None
     capacity_bytes: int | None = None
     soft_mark: float = 0.85
+    run_quota_bytes: int | None = None
+    run_quotas: Mapping[str, int] = field(default_factory=dict)
+    memory_share: float | None = None
     url: str | None = None
     orphan_ttl_s: float = 600.0
     upkeep_period_s: float = 1.0
@@ -75,7 +86,19 @@ class EngineConfig:
             raise InvalidInput(f"capacity_bytes {self.capacity_bytes}: expected at least 1 MiB")
         if self.keep_marks < 0 or self.keep_released_s <= 0:
             raise InvalidInput("keep_marks: expected 0 or more; keep_released_s: more than 0")
+        quotas = [*self.run_quotas.values(), *([self.run_quota_bytes] if self.run_quota_bytes else [])]
+        if self.run_quota_bytes == 0 or any(quota < 1 << 20 for quota in quotas):
+            raise InvalidInput("run_quota_bytes and run_quotas: expected at least 1 MiB")
+        if self.memory_share is not None and not 0 < self.memory_share <= 1:
+            raise InvalidInput(f"memory_share {self.memory_share}: expected more than 0 and at most 1")
         if self.orphan_ttl_s <= 0 or self.upkeep_period_s <= 0:
             raise InvalidInput("orphan_ttl_s and upkeep_period_s: expected more than 0")
         if self.blob_bytes_max <= 0:
             raise InvalidInput(f"blob_bytes_max {self.blob_bytes_max}: expected more than 0")
+
+    @property
+    def memory_bytes_max(self) -> int:
+        """What ``memory_share`` comes to on this host."""
+        if self.memory_share is None:
+            return sys.maxsize
+        return max(int(self.memory_share * psutil.virtual_memory().total), 1 << 20)

@@ -14,6 +14,8 @@ from arrow_tq.logs import logger
 from arrow_tq.sql import SqlService
 from arrow_tq.store.admission import Admission
 from arrow_tq.store.attempts import Attempts
+from arrow_tq.store.bundle_tables import BundleTables
+from arrow_tq.store.bundles import EngineBundles, EngineBundleWriter, receive_bundle_chunk
 from arrow_tq.store.catalog import Catalog, CatalogConfig
 from arrow_tq.store.cluster.answers import CLUSTER_COMMANDS, FarShards, answer_cluster, chunk_holder
 from arrow_tq.store.committing import Commits
@@ -29,6 +31,7 @@ from arrow_tq.store.shard import Shard
 from arrow_tq.store.shard_config import ShardConfig
 from arrow_tq.store.upkeep import Upkeep
 from arrow_tq_schemas.blobs import BLOB_FIELD
+from arrow_tq_schemas.bundles import BUNDLE_FIELD
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader
 from arrow_tq_schemas.cluster import GetRun
 from arrow_tq_schemas.commands import (
@@ -79,9 +82,15 @@ class Engine:
     def _start(self, config: EngineConfig) -> None:
         memory_dir = self._directory.memory_dir(config.memory_dir)
         capacity_bytes = config.capacity_bytes or self._directory.default_capacity_bytes(memory_dir)
+        capacity_bytes = min(capacity_bytes, config.memory_bytes_max)
         self._shard = Shard(
             ShardConfig(
-                number=0, data_dir=config.data_dir, memory_dir=memory_dir, capacity_bytes=capacity_bytes
+                number=0,
+                data_dir=config.data_dir,
+                memory_dir=memory_dir,
+                capacity_bytes=capacity_bytes,
+                run_quota_bytes=config.run_quota_bytes,
+                run_quotas=config.run_quotas,
             )
         )
         self._chunks = chunk_holder(config, self._shard)
@@ -107,10 +116,13 @@ class Engine:
         self._placer = EnginePlacer(self, self._shard)
         if isinstance(self._chunks, FarShards):
             self._chunks.use_fields(self.field)
+        self._bundles = EngineBundles(self._shard, self._catalog)
+        self._bundle_tables = BundleTables(self, self._catalog, config.sql.memory_bytes // 2)
         self._closing = threading.Lock()
         self._closed = False
         self._upkeep = Upkeep(
-            *(self._shard, self._catalog, config.orphan_ttl_s, config.upkeep_period_s, config.soft_mark)
+            *(self._shard, self._catalog, config.orphan_ttl_s, config.upkeep_period_s, config.soft_mark),
+            self._bundles.tend,
         )
         self._upkeep.reconcile()
         self._upkeep.start()
@@ -142,7 +154,10 @@ class Engine:
         return True
 
     def field(self, run: str, name: str) -> Field:
-        """The declared field, or that of blobs; raises ``NotFound`` naming those that the run has."""
+        """The declared field, or that of blobs or bundles; raises ``NotFound`` naming those of the run."""
+        if name == BUNDLE_FIELD.name:
+            self._catalog.run_info(run)
+            return BUNDLE_FIELD
         found = self._fields.get((run, name))
         if found is None:
             declared = {str(one["name"]): Field.from_json(one) for one in self._catalog.run_info(run).fields}
@@ -184,7 +199,7 @@ class Engine:
         if isinstance(command, PutValues):
             with self._chunks.confirming(attached_by([command])):
                 return self._catalog.execute(command)
-        return self._catalog.execute(command)
+        return self._bundles.execute(command) or self._catalog.execute(command)
 
     def claim(self, command: Claim, is_gone: Callable[[], bool]) -> Reply:
         """Answer a claim; nothing is taken for a claimer that ``is_gone`` after it waited."""
@@ -210,7 +225,8 @@ class Engine:
         self._check_open()
         if run is not None:
             self._catalog.run_info(run)
-        return self._sql.query(query, run)
+        with self._bundle_tables.lent(query, run) as (text, tables):
+            return self._sql.query(text, run, tables)
 
     # -- payload -------------------------------------------------------------------------------
 
@@ -236,7 +252,10 @@ class Engine:
         field = self.field(stream.run, stream.field)
         info = self._catalog.run_info(stream.run)
         chunk = receive(stream, field, info, header, batch)
-        self._shard.put(field, chunk, info.durability)
+        if field is BUNDLE_FIELD:
+            receive_bundle_chunk(self._shard, header, chunk.values, info)
+        else:
+            self._shard.put(field, chunk, info.durability)
 
     def run_info(self, run: str) -> RunInfo:
         """The run's declaration and epoch; raises ``NotFound`` naming those that exist."""
@@ -256,6 +275,18 @@ class Engine:
         """Zero-copy rows, one block a span."""
         self._check_open()
         return self._chunks.read(request, self._reader.read)
+
+    @property
+    def reads_in_place(self) -> bool:
+        return True
+
+    def bundle_writer(self, run: RunInfo) -> EngineBundleWriter:
+        """For a new bundle; its values are written into the extent where they are to lie."""
+        self._check_open()
+        return self._bundles.writer(run)
+
+    def end_lease(self, run: str, lease_id: str) -> None:
+        self._bundles.leases.end_soon(lease_id)
 
     # -- the store -----------------------------------------------------------------------------
 
@@ -307,6 +338,10 @@ class Engine:
             values |= self._chunks.gauges()
         for (run, tier), size in usage.by_run_and_tier.items():
             values[f'bytes{{run="{run}",tier="{tier}"}}'] = size
+        for run, (used_bytes, quota_bytes) in usage.quotas.items():
+            values[f'run_used_bytes{{run="{run}"}}'] = used_bytes
+            values[f'run_quota_bytes{{run="{run}"}}'] = quota_bytes
+        values.update(self._bundles.stats())
         for reason, count in gauges.discarded_by_reason.items():
             values[f'discarded_total{{reason="{reason}"}}'] = count
         return values

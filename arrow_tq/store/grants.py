@@ -87,8 +87,8 @@ class Grants:
         """
         site = self._site
         # What is kept for new extents gives way to whatever needs it.
-        used_bytes = site.space.used_bytes - site.recycling.kept_bytes
-        if used_bytes + size_bytes > FILL_MAX * site.space.capacity_bytes:
+        used_bytes = site.spaces.store.used_bytes - site.recycling.kept_bytes
+        if used_bytes + size_bytes > FILL_MAX * site.spaces.store.capacity_bytes:
             raise StoreFull(f"no grant of {size_bytes} bytes above a fill of {FILL_MAX}")
         if len(self._grants) >= GRANTS_MAX:
             raise StoreFull(f"no grant: {GRANTS_MAX} are out")
@@ -209,11 +209,11 @@ class Grants:
             assert isinstance(recycled, GrantedFile)
             return recycled
         try:
-            return GrantedFile.create(path, size_bytes, self._site.space)
+            return GrantedFile.create(path, size_bytes, self._site.spaces.of(key.run))
         except StoreFull:
             if not self._site.make_room():
                 raise
-        return GrantedFile.create(path, size_bytes, self._site.space)
+        return GrantedFile.create(path, size_bytes, self._site.spaces.of(key.run))
 
     def _of(self, token: str) -> Grant:
         with self._lock:

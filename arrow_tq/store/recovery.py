@@ -16,7 +16,7 @@ from arrow_tq.store.extent import Entry, Extent
 from arrow_tq.store.extent_key import TIERS, ExtentKey, Roots, Tier
 from arrow_tq.store.granted_file import GrantedFile
 from arrow_tq.store.mapped_file import PAGE, MappedFile
-from arrow_tq.store.space import Space
+from arrow_tq.store.space import RunSpaces
 from arrow_tq.store.walk import walk
 from arrow_tq_schemas.ids import ChunkId
 
@@ -54,9 +54,9 @@ class Recovered:
 class Recovery:
     """Opens every extent of a shard: by its sidecar, or by walking it. What it walked it seals."""
 
-    def __init__(self, roots: Roots, space: Space) -> None:
+    def __init__(self, roots: Roots, spaces: RunSpaces) -> None:
         self._roots = roots
-        self._space = space
+        self._spaces = spaces
         self._log = logger("arrow_tq.recovery")
         self._set_aside = 0
         self.report = RecoveryReport()
@@ -89,7 +89,7 @@ class Recovery:
         log = self._roots.adopted(key, number)
         if log.exists():
             return self._open_granted(key, number, path, log)
-        file = MappedFile.open(path, self._space)
+        file = MappedFile.open(path, self._spaces.of(key.run))
         side = self._roots.sidecar(key, number)
         if file.data_end() == 0:
             self._delete(file, side)
@@ -116,7 +116,7 @@ class Recovery:
 
     def _open_granted(self, key: ExtentKey, number: int, path: Path, log: Path) -> Recovered | None:
         """A file that a client wrote, and may still write: what is not in its log is nothing."""
-        file = GrantedFile.open(path, self._space)
+        file = GrantedFile.open(path, self._spaces.of(key.run))
         schema = extent_schema.read_copy(self._roots.sidecars(key), key)
         if schema is None:
             self._put_aside(file)

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
+
+from arrow_tq.backend import Fill
 from arrow_tq.layout.columns import Values
 from arrow_tq.logs import logger
 from arrow_tq.store.directory import claim_memory
@@ -23,9 +26,10 @@ from arrow_tq.store.recovery import Recovery, RecoveryReport
 from arrow_tq.store.recycling import Recycling
 from arrow_tq.store.retention import Retention
 from arrow_tq.store.shard_config import ShardConfig, ShardUsage
-from arrow_tq.store.space import Space
+from arrow_tq.store.space import RunSpaces, Space
 from arrow_tq.store.stream import Stream, StreamSite
 from arrow_tq.store.streams import Streams
+from arrow_tq_schemas.bundles import UNKNOWN_CHECKSUM, checksummed
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader, verify
 from arrow_tq_schemas.errors import Conflict, StoreInUse
 from arrow_tq_schemas.fields import Field
@@ -46,6 +50,7 @@ class Shard:
         claim_memory(config.memory_dir, config.data_dir)
         self._roots = Roots(config.data_dir, config.memory_dir)
         self._space = Space(config.capacity_bytes)
+        self._spaces = RunSpaces(self._space, config.run_quotas, config.run_quota_bytes)
         self._sync = GroupSync()
         self._lock = threading.Lock()
         """Guards the index's pins, the unpinned and the extents' counts."""
@@ -68,7 +73,7 @@ class Shard:
         self._site = StreamSite(
             config=config,
             roots=self._roots,
-            space=self._space,
+            spaces=self._spaces,
             recycling=self._recycling,
             populator=self._populator,
             added=self._added,
@@ -106,6 +111,37 @@ class Shard:
         finally:
             stream.lock.release()
         return True
+
+    def fill(self, field: Field, header: ChunkHeader, fill: Fill, durability: Durability) -> str:
+        """Store a chunk of ``header.rows`` bytes that ``fill`` writes where they will stay.
+
+        ``field`` is one of plain uint8. Gives the checksum, computed where the header has none yet. When
+        ``fill`` raises, nothing was stored. Raises what ``put`` raises.
+        """
+        self.check_process()
+        chunk_id = header.chunk_id
+        tier: Tier = "disk" if durability == "disk" else "memory"
+        key = ExtentKey(header.run, header.field, chunk_id.group, tier)
+        stream = self.locked_stream(key, field)
+        try:
+            self.check_open(f"chunk {header.id}")
+            if self.is_here(chunk_id, header.run, header.checksum):
+                return header.checksum
+            extent = stream.room(header.rows)
+            # As long with any other checksum: the values come first, and are hashed where they lie.
+            reserved = extent.reserve(header.rows, len(header.to_bytes()))
+            values = reserved.values.view(np.uint8)
+            fill(values)
+            if header.checksum == UNKNOWN_CHECKSUM:
+                header = checksummed(header, values)
+            entry = extent.complete(
+                *(chunk_id, reserved, header.to_bytes(), header.epoch, header.start, header.checksum)
+            )
+            self._publish(chunk_id, entry)
+            self._after_append(stream, extent)
+        finally:
+            stream.lock.release()
+        return header.checksum
 
     def sync(self, run: str) -> None:
         """Return when all that was put before is on disk, whichever run it is of."""
@@ -266,7 +302,7 @@ class Shard:
             used_bytes = self._space.used_bytes - recycled_bytes
             return ShardUsage(
                 used_bytes, self._space.capacity_bytes, recycled_bytes, zombie_bytes, len(self._extents),
-                len(self._index), self._corrupt, by_run,
+                len(self._index), self._corrupt, by_run, self._spaces.quotas(),
             )  # fmt: skip
 
     def maintain(self) -> None:
@@ -326,7 +362,7 @@ class Shard:
     def _recover(self) -> RecoveryReport:
         for tier in ("memory", "disk"):
             self._roots.extents(tier).mkdir(parents=True, exist_ok=True)
-        recovery = Recovery(self._roots, self._space)
+        recovery = Recovery(self._roots, self._spaces)
         now = time.monotonic()
         for recovered in recovery.extents():
             extent = recovered.extent

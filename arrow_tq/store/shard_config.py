@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -22,6 +23,8 @@ class ShardConfig:
         ahead_bytes: how much memory is made ready ahead of a busy writer.
         recycle_bytes: memory of released extents kept for new ones of the same run.
         recycle_idle_s: such memory that nobody wanted for so long is given back.
+        run_quota_bytes: allocated bytes of one run at most; None for no bound but the capacity.
+        run_quotas: the same by run, where it differs.
         seal_idle_s: a live extent whose chunks are all dropped is sealed after so long without an append, or
             at once where its memory is needed.
     """
@@ -37,6 +40,8 @@ class ShardConfig:
     seal_idle_s: float = 15.0
     recycle_bytes: int = 512 << 20
     recycle_idle_s: float = 10.0
+    run_quota_bytes: int | None = None
+    run_quotas: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +60,5 @@ class ShardUsage:
     corrupt_chunks: int
     """Chunks found damaged since start."""
     by_run_and_tier: dict[tuple[str, str], int]
+    quotas: dict[str, tuple[int, int]]
+    """By run that has a quota: used bytes, what is kept for its new extents included, and the quota."""

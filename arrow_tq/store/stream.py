@@ -19,7 +19,7 @@ from arrow_tq.store.extent_key import ExtentKey, Roots, sync_folders
 from arrow_tq.store.populate import Populator
 from arrow_tq.store.recycling import Recycling
 from arrow_tq.store.shard_config import ShardConfig
-from arrow_tq.store.space import Space
+from arrow_tq.store.space import RunSpaces
 from arrow_tq_schemas.blobs import BLOB_FIELD
 from arrow_tq_schemas.errors import StoreFull, Unavailable
 from arrow_tq_schemas.ids import ChunkId
@@ -38,7 +38,7 @@ class StreamSite:
 
     config: ShardConfig
     roots: Roots
-    space: Space
+    spaces: RunSpaces
     recycling: Recycling
     populator: Populator
     added: Callable[[Extent], None]
@@ -65,8 +65,7 @@ class Stream:
         self.gone = False
         self.next_number = first_number
         self._site = site
-        config = site.config
-        self._extent_bytes = config.blob_extent_bytes if key.field == BLOB_FIELD.name else config.extent_bytes
+        self._extent_bytes = _extent_bytes(site, key)
         self._schema = extent_schema.stamp(schema, key)
         self.layout = ColumnLayout(self._schema)
         extent_schema.keep_copy(site.roots.sidecars(key), self._schema, key)
@@ -174,8 +173,9 @@ class Stream:
 
     def _new_extent(self, path: Path, size_bytes: int) -> Extent:
         try:
+            space = self._site.spaces.of(self.key.run)
             return Extent.create(
-                *(self.key, self.next_number, path, self._schema, size_bytes, self._site.space, self.layout)
+                *(self.key, self.next_number, path, self._schema, size_bytes, space, self.layout)
             )
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
@@ -215,3 +215,11 @@ class Stream:
         except OSError:
             # Without it the extent is walked at the next start: slower, and nothing is lost.
             logger("arrow_tq.shard").exception("no sidecar", path=str(extent.file.path))
+
+
+def _extent_bytes(site: StreamSite, key: ExtentKey) -> int:
+    """Size of a key's extents: many fit in its run's quota, since an extent goes only with its last chunk."""
+    config = site.config
+    whole = config.blob_extent_bytes if key.field == BLOB_FIELD.name else config.extent_bytes
+    quota_bytes = site.spaces.of(key.run).quota_bytes
+    return whole if quota_bytes is None else min(whole, max(quota_bytes // 8, config.grow_bytes))

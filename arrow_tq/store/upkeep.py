@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from arrow_tq.logs import logger
 from arrow_tq.store.catalog import Catalog
@@ -15,13 +16,21 @@ class Upkeep:
     """One thread that looks after a store about once a second."""
 
     def __init__(
-        self, shard: Shard, catalog: Catalog, orphan_ttl_s: float, period_s: float, soft_mark: float
+        self,
+        shard: Shard,
+        catalog: Catalog,
+        orphan_ttl_s: float,
+        period_s: float,
+        soft_mark: float,
+        also: Callable[[], None],
     ) -> None:
+        """``also`` is called each round, before orphans are looked for."""
         self._shard = shard
         self._catalog = catalog
         self._orphan_ttl_s = orphan_ttl_s
         self._period_s = period_s
         self._soft_mark = soft_mark
+        self._also = also
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="arrow-tq-upkeep", daemon=True)
         self._log = logger("arrow_tq.upkeep")
@@ -64,6 +73,7 @@ class Upkeep:
     def tend(self) -> None:
         """One round."""
         self._catalog.maintain()
+        self._also()
         self._reap()
         self._give_up_kept()
         self._shard.maintain()

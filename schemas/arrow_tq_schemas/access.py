@@ -145,6 +145,12 @@ RULES: dict[type[c.Command], Rule] = {
     c.AdoptChunks: _of_run("write"),
     c.KeepGrants: _of_nobody("write"),
     c.EndGrants: _of_nobody("write"),
+    c.OpenBundleRun: _of_run("write"),
+    c.CommitBundle: _of_run("write"),
+    c.OpenBundle: _of_run("read"),
+    # Whoever reads ends its own lease: the lease's id is a secret.
+    c.CloseBundle: _of_run("read"),
+    c.DeleteBundle: _of_run("write"),
     n.GetRun: _of_run(),
     n.GetCluster: _of_nobody(),
     # Catalog and shards among themselves.

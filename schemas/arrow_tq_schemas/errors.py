@@ -23,6 +23,7 @@
     │   └── StoreInUse                       store-in-use
     ├── Unavailable                          unavailable        (retryable)
     │   ├── StoreFull                        store-full         (retryable)
+    │   │   └── QuotaExceeded                quota-exceeded     (retryable)
     │   ├── Busy                             busy               (retryable)
     │   └── Unreachable                      unreachable        (retryable)
     ├── DeadlineExceeded (TimeoutError)      deadline-exceeded  (retryable)
@@ -189,6 +190,12 @@ class StoreFull(Unavailable):
     """No room for the write; names used and capacity bytes."""
 
     code = "store-full"
+
+
+class QuotaExceeded(StoreFull):
+    """A run's own share of the store is full, others have theirs; names the run, used and quota bytes."""
+
+    code = "quota-exceeded"
 
 
 class Busy(Unavailable):

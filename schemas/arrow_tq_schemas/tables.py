@@ -186,6 +186,23 @@ MARKS = pa.schema(
 rewound (the run went back to an earlier one; its name is free again); kept_segments: pairs of segment and
 task that were released under it and are kept."""
 
+BUNDLES = pa.schema(
+    [
+        ("run", _TEXT),
+        ("bundle_id", _TEXT),
+        ("ref", _TEXT),
+        ("state", _TEXT),
+        ("rows", _INT),
+        ("bytes", _INT),
+        ("chunks", _INT),
+        ("fields", _NAMES),
+        ("metadata", _TEXT),
+        ("created_at", _TIME),
+        ("updated_at", _TIME),
+    ]
+)
+"""state: ready, deleting (its bytes wait for readers' leases) or deleted; metadata: JSON text."""
+
 TABLES: dict[str, pa.Schema] = {
     "runs": RUNS,
     "sessions": SESSIONS,
@@ -197,6 +214,7 @@ TABLES: dict[str, pa.Schema] = {
     "step_blobs": STEP_BLOBS,
     "claims": CLAIMS,
     "marks": MARKS,
+    "bundles": BUNDLES,
 }
 
 _WITH_COLUMNS = (RUNS, SESSIONS, STEPS, SEGMENTS, SPANS, CHUNKS)

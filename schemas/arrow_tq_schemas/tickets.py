@@ -86,6 +86,8 @@ class SpanTicket(_Wire):
     """Packed ``SPAN_DTYPE`` rows; their ids carry group 0."""
     wait_s: Seconds = 0.0
     """How long to wait for pending chunks."""
+    whole: bool = False
+    """Each span is one message, neither joined with others nor cut."""
 
 
 class SegmentTicket(_Wire):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field as Setting, ValidationError
+from pydantic import BeforeValidator, Field as Setting, ValidationError
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -21,6 +22,11 @@ from arrow_tq_schemas.errors import InvalidInput
 
 ENV_PREFIX = "ARROW_TQ_"
 MIB = 1 << 20
+
+
+def _quotas(value: object) -> object:
+    """From a flag they come as the JSON that the environment has."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 class ServerConfig(BaseSettings):
@@ -106,6 +112,23 @@ class ServerConfig(BaseSettings):
         ge=MIB,
         description="Payload bytes at most, memory and disk together. Unset: four fifths of the free space "
         "of the memory directory.",
+    )
+    memory_share: float | None = Setting(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of the host's memory (0 to 1) that the capacity never passes. Unset: no such "
+        "bound.",
+    )
+    run_quota_bytes: int | None = Setting(
+        default=None,
+        ge=MIB,
+        description="Payload bytes of one run at most, what is made ready for it included. Unset: no bound "
+        "but the capacity.",
+    )
+    run_quotas: Annotated[dict[str, int], BeforeValidator(_quotas)] = Setting(
+        default={},
+        description='The same by run, where it differs: JSON, such as `{"eval": 1073741824}`.',
     )
     soft_mark: float = Setting(
         default=0.85, gt=0, le=1, description="Fill above which new sessions are refused, 0 to 1."

@@ -36,7 +36,7 @@ from arrow_tq_schemas.tickets import (
 from arrow_tq_server.budgets import Activity, Budgets
 from arrow_tq_server.config import ServerConfig
 from arrow_tq_server.errors import answering
-from arrow_tq_server.gets import span_answer
+from arrow_tq_server.gets import padding, span_answer
 from arrow_tq_server.guard import NAME, Callers, Guard, NoHandshake, grant_of, permit, shown_stats
 from arrow_tq_server.listing import Listing
 from arrow_tq_server.metrics import Metrics
@@ -196,13 +196,14 @@ class Service(flight.FlightServerBase):  # type: ignore[misc]
         rows_a_message = max(self._config.get_message_bytes // row_bytes, 1)
         return table.schema, iter(table.to_batches(rows_a_message))
 
-    def _guarded(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def _guarded(self, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, pa.Buffer]]:
         """Hold a place from the first message to the last; a client that leaves closes the generator."""
         began = time.perf_counter()
         with answering("get", self._metrics), self._activity.work(), self._budgets.gets.place():
             for batch in batches:
-                self._metrics.get_bytes.inc(batch.get_total_buffer_size())
-                yield batch
+                size = batch.get_total_buffer_size()
+                self._metrics.get_bytes.inc(size)
+                yield batch, padding(size)
             self._metrics.get_s.observe(time.perf_counter() - began)
 
     def _describing(self) -> AbstractContextManager[None]:

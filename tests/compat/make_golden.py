@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from arrow_tq.bundles import pack, plan_fields
 from arrow_tq_schemas import cluster, commands, handles, presets, tickets
 from arrow_tq_schemas.blobs import BLOB_FIELD, BlobRef, StepBlob
+from arrow_tq_schemas.bundles import BundleRef
 from arrow_tq_schemas.chunks import METADATA_KEY, Chunk, ChunkHeader, checksum
 from arrow_tq_schemas.commands import Command, Reply, StepCommit, TaskSpec, pack_reply
 from arrow_tq_schemas.errors import Misaligned, error_types
@@ -215,6 +217,13 @@ def all_commands() -> list[Command]:
         ),
         commands.KeepGrants(proof=REQUEST, grants=[CLAIM]),
         commands.EndGrants(proof=REQUEST, grants=[CLAIM]),
+        commands.OpenBundleRun(**key),
+        commands.CommitBundle(
+            **owner, bundle_id=FIRST.hex, chunks=3, rows=16, bytes=4096, fields=["tokens"], metadata='{"a":1}'
+        ),
+        commands.OpenBundle(run="r", bundle_id=FIRST.hex, lease_s=60.0),
+        commands.CloseBundle(run="r", lease_ids=["00ff"]),
+        commands.DeleteBundle(**key, bundle_id=FIRST.hex),
         *cluster_commands(),
     ]  # fmt: skip
 
@@ -235,6 +244,28 @@ def cluster_commands() -> list[Command]:
         cluster.DigestChunks(**to_shard),
         cluster.TendChunks(**to_shard, run="r", keep=True),
     ]
+
+
+def bundle() -> bytes:
+    """A reference, and the structure and bytes of a small dict in all layouts that need no other library."""
+    value: dict[object, object] = {
+        "tokens": [np.arange(3, dtype=np.int32), np.arange(1, dtype=np.int32), None],
+        "grid": [np.arange(4, dtype=">i2").reshape(2, 2)] * 3,
+        "lists": [[1, 2], [], [3]],
+        "wide": [[0.5], [-0.0], [1.5]],
+        "rewards": [1.0, None, 0.25],
+        "prompt": ["a", "\ud800", "\u00e4"],
+        "ids": np.arange(3, dtype=np.uint8),
+        "metadata": {"big": 1 << 9000, "t": (1, b"x"), 3: float("inf"), "~": np.float32(0.5)},
+    }
+    structure, chunks = pack(plan_fields(value, {}, {}), None, 256)
+    parts = []
+    for chunk in chunks:
+        out = np.empty(chunk.nbytes, np.uint8)
+        chunk.fill(out)
+        parts.append(out.tobytes().hex())
+    ref = BundleRef.make("r", FIRST.hex, '{"a":1}')
+    return pretty({"ref": ref, "structure": json.loads(structure.to_bytes()), "chunks": parts})
 
 
 def replies() -> dict[str, commands.Wire]:
@@ -289,6 +320,9 @@ def replies() -> dict[str, commands.Wire]:
         "Pressure": commands.Pressure(
             capacity_bytes=100, used_bytes=25, fill=0.25, soft_mark=0.75, oldest_unclaimed_s=1.5,
             open_sessions=1, unclaimed_segments=2, waiters=3,
+        ),
+        "BundleInfo": commands.BundleInfo(
+            run="r", bundle_id=FIRST.hex, chunks=3, rows=16, bytes=4096, metadata='{"a":1}', lease_id="00ff"
         ),
         "Stats": commands.Stats(values={"chunks{run=r}": 3.0}),
         "HostInfo": commands.HostInfo(boot_id="1b2c", proof_path="/dev/shm/store/host.proof"),
@@ -347,6 +381,7 @@ def golden() -> dict[str, bytes]:
         "replies.json": wires(replies()),
         "reply.bin": pack_reply(reply),
         "location_dtype.json": pretty([list(one) for one in LOCATION_DTYPE.descr]),
+        "bundle.json": bundle(),
         "fields.json": pretty({name: field.to_json() for name, field in fields().items()}),
         "tasks.json": pretty([Task("actor").to_json(), Task("critic", ("logprobs",)).to_json()]),
         "arrow_schemas.txt": schemas({name: field.arrow_schema() for name, field in fields().items()}),

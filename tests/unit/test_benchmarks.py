@@ -21,7 +21,7 @@ def test_smoke(tmp_path: Path) -> None:
     content = json.loads(report.read_text())
     assert {"cpu", "cores", "memory_gib", "kernel", "python"} <= set(content["machine"])
     rows = content["rows"]
-    assert len(rows) >= 22
+    assert len(rows) >= 26
     for row in rows:
         assert set(row) == {"name", "value", "unit", "baseline", "ratio", "target"}
         assert row["value"] > 0

@@ -240,7 +240,17 @@ def test_scopes_are_forgotten_oldest_first(fresh: SqlService, source: MemoryMeta
         (
             "SELECT 1",
             [
-                *("spans", "chunks", "claims", "segments", "step_blobs", "blobs", "steps", "sessions"),
+                *(
+                    "bundles",
+                    "spans",
+                    "chunks",
+                    "claims",
+                    "segments",
+                    "step_blobs",
+                    "blobs",
+                    "steps",
+                    "sessions",
+                ),
                 *("marks", "runs"),
             ],
         ),

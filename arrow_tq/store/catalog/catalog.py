@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from arrow_tq.calls import write_table
 from arrow_tq.store.catalog import (
+    bundle_rows,
     changes,
     discards,
     late_fields,
@@ -51,6 +52,8 @@ from arrow_tq_schemas.commands import (
     Claim,
     CloseGroup,
     Command,
+    CommitBundle,
+    DeleteBundle,
     Discard,
     Empty,
     FinalizeSession,
@@ -61,6 +64,7 @@ from arrow_tq_schemas.commands import (
     ListSegments,
     Mark,
     Mutation,
+    OpenBundleRun,
     OpenRun,
     OpenSession,
     PutValues,
@@ -171,6 +175,14 @@ class Catalog:
             return lambda change: run_rows.open_run(change, runs, self._runs, command)
         if isinstance(command, AddField):
             return lambda change: late_fields.add_field(change, runs, self._runs, command)
+        if isinstance(command, OpenBundleRun):
+            return lambda change: run_rows.open_bundle_run(change, runs, self._runs, command)
+        if isinstance(command, CommitBundle):
+            return lambda change: bundle_rows.commit_bundle(
+                change, runs.get(change, command.run), command, self._pins
+            )
+        if isinstance(command, DeleteBundle):
+            return lambda change: bundle_rows.delete_bundle(change, runs.get(change, command.run), command)
         if isinstance(command, SetPolicyVersion):
             return lambda change: run_rows.set_policy_version(change, runs, self._runs, command)
         if isinstance(command, OpenSession):
@@ -327,6 +339,31 @@ class Catalog:
         """A shard's chunks (a layer group each) that should be readable and are not ``here``; their bytes."""
         with self._readers.snapshot() as connection:
             return count_missing(connection, here, shard)
+
+    def bundle(self, run: str, bundle_id: str) -> bundle_rows.BundleRow:
+        """A bundle that readers may find; raises ``NotFound``."""
+        record = self._runs.get(run)
+        with self._readers.snapshot() as connection:
+            return bundle_rows.find_ready(connection, record, bundle_id)
+
+    def run_of_bundle(self, bundle_id: str) -> str:
+        """The run that a bundle belongs to; raises ``NotFound``."""
+        with self._readers.snapshot() as connection:
+            return bundle_rows.find_run(connection, bundle_id)
+
+    def bundles_deleting(self) -> list[str]:
+        """Ids of bundles whose bytes wait for readers."""
+        with self._readers.snapshot() as connection:
+            return bundle_rows.find_deleting(connection)
+
+    def bundle_usage(self) -> dict[str, tuple[int, int]]:
+        """By run, how many bundles are there, and their bytes."""
+        with self._readers.snapshot() as connection:
+            return bundle_rows.usage(connection)
+
+    def release_bundles(self, ids: Sequence[str]) -> int:
+        """Free the bytes of deleted bundles that nobody reads any more; says how many there were."""
+        return self._run(lambda change: bundle_rows.release_bundles(change, ids))
 
     def revision(self) -> int:
         """Number of the last committed transaction."""

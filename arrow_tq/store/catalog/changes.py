@@ -11,6 +11,7 @@ import apsw
 import numpy as np
 import pyarrow as pa
 
+from arrow_tq.store.catalog.bundle_rows import BUNDLE_COLUMNS
 from arrow_tq_schemas.blobs import BLOB_FIELD
 from arrow_tq_schemas.errors import InvalidInput
 from arrow_tq_schemas.fields import Field
@@ -70,6 +71,7 @@ _SELECTS: dict[str, tuple[str, Mapping[str, str], str, str]] = {
         "NULL",
     ),
     "marks": ("marks", {"run": "runs.run"}, _RUN.format(table="marks"), "NULL"),
+    "bundles": ("bundles", BUNDLE_COLUMNS, _RUN.format(table="bundles"), "NULL"),
 }
 """By table: its SQL name, expressions that are not columns of it, joins, and its user columns."""
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 import apsw
 
 from arrow_tq.store.catalog.blobs import drop_blob_holds, release_unheld_blobs, take_blob_holds
+from arrow_tq.store.catalog.bundle_rows import bundle_chunk_state, count_missing_of_bundles
 from arrow_tq.store.catalog.database import row_list
 from arrow_tq.store.catalog.writer import Change
 from arrow_tq_schemas.ids import ChunkId
@@ -114,7 +115,10 @@ def all_groups(rows: Iterable[tuple[bytes, int]]) -> list[ChunkId]:
 def read_states(
     connection: apsw.Connection, ids: Sequence[ChunkId], run: int | None = None
 ) -> list[str | None]:
-    """State of each chunk, whichever its layer group; None where no step, or none of ``run``, attached it."""
+    """State of each chunk, whichever its layer group.
+
+    None where no step or bundle, or none of ``run``, attached it.
+    """
     query = "SELECT state FROM chunks WHERE chunk_id = ?"
     if run is not None:
         query = (
@@ -122,12 +126,16 @@ def read_states(
             "LEFT JOIN blobs ON blobs.id = chunks.blob "
             f"WHERE chunk_id = ? AND {int(run)} IN (sessions.run, blobs.run)"
         )
-    return [connection.execute(query, (chunk_id.sibling(0).to_bytes(),)).get for chunk_id in ids]
+    states = [connection.execute(query, (chunk_id.sibling(0).to_bytes(),)).get for chunk_id in ids]
+    return [
+        bundle_chunk_state(connection, chunk_id, run) if state is None else state
+        for chunk_id, state in zip(ids, states, strict=True)
+    ]
 
 
 def count_missing(connection: apsw.Connection, here: Collection[ChunkId], shard: int) -> tuple[int, int]:
     """Committed chunks of a shard that are not ``here``, by layer group, and their bytes (groups alike)."""
-    chunks = size = 0
+    chunks, size = count_missing_of_bundles(connection, here, shard)
     for raw, groups, total in connection.execute(
         "SELECT chunk_id, groups, bytes FROM chunks WHERE state = 'committed'"
     ):

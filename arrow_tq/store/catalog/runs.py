@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from arrow_tq.store.catalog.task_sets import task_set
 from arrow_tq.store.catalog.versions import version_ordinal
 from arrow_tq.store.catalog.writer import Change
 from arrow_tq_schemas.blobs import BLOB_FIELD
-from arrow_tq_schemas.commands import Done, OpenRun, RunInfo, SetPolicyVersion, TaskSpec
+from arrow_tq_schemas.bundles import BUNDLE_FIELD
+from arrow_tq_schemas.commands import Done, OpenBundleRun, OpenRun, RunInfo, SetPolicyVersion, TaskSpec
 from arrow_tq_schemas.errors import Conflict, InvalidField, InvalidInput, NotFound, StaleEpoch
 from arrow_tq_schemas.fields import Field, Task
 from arrow_tq_schemas.names import check_id, check_run
@@ -160,11 +161,25 @@ def open_run(change: Change, runs: WriterRuns, committed: CommittedRuns, command
         load_run(change.connection, name)
     if row is None:
         _create(change, command)
+    elif command.fields is not None and not runs.get(change, name).fields:
+        _declare(change, runs.get(change, name), command)
     else:
         _check_agrees(runs.get(change, name), command, _late_fields(change, name))
     _advance(change, name, 0 if row is None else int(row[0]), command.epoch)
     runs.touched(change, name)
     change.after.append(committed.forget)
+    return runs.get(change, name).info
+
+
+def open_bundle_run(
+    change: Change, runs: WriterRuns, committed: CommittedRuns, command: OpenBundleRun
+) -> RunInfo:
+    """Join a run, making one without fields where there is none of that name."""
+    name = check_run(command.run)
+    if change.execute("SELECT 1 FROM runs WHERE run = ?", (name,)).get is None:
+        _insert(change, name, "process", {}, {})
+        runs.touched(change, name)
+        change.after.append(committed.forget)
     return runs.get(change, name).info
 
 
@@ -189,22 +204,50 @@ def _create(change: Change, command: OpenRun) -> None:
     fields = declared_fields(command.fields or [])
     specs = [TaskSpec(name=DEFAULT_TASK)] if command.tasks is None else command.tasks
     tasks = declared_tasks(specs, fields)
+    run = _insert(change, command.run, command.durability, fields, tasks)
+    _make_task_sets(change, run, fields, tasks)
+
+
+def _insert(
+    change: Change, name: str, durability: str, fields: dict[str, Field], tasks: dict[str, Task]
+) -> int:
     change.execute(
         "INSERT INTO runs (run, durability, epoch, fields, tasks, created_at, rev)"
         " VALUES (?, ?, 0, ?, ?, ?, ?)",
-        (
-            command.run,
-            command.durability,
-            json.dumps([field.to_json() for field in fields.values()]),
-            json.dumps([task.to_json() for task in tasks.values()]),
-            change.now_us,
-            change.rev,
-        ),
+        (name, durability, _declaration(fields), _declaration(tasks), change.now_us, change.rev),
     )
-    # The usual sets exist from the start: every task, and none.
-    run = change.connection.last_insert_rowid()
+    return change.connection.last_insert_rowid()
+
+
+def _declare(change: Change, record: RunRecord, command: OpenRun) -> None:
+    """Fields and tasks of a run that only held bundles so far.
+
+    Raises:
+        Conflict: another durability: bundles are stored under the first one.
+    """
+    if command.durability != record.durability:
+        raise Conflict(
+            f"run {record.name!r} holds bundles with durability {record.durability!r}, "
+            f"not {command.durability!r}: declare the run before its first bundle"
+        )
+    fields = declared_fields(command.fields or [])
+    specs = [TaskSpec(name=DEFAULT_TASK)] if command.tasks is None else command.tasks
+    tasks = declared_tasks(specs, fields)
+    change.execute(
+        "UPDATE runs SET fields = ?, tasks = ?, rev = ? WHERE id = ?",
+        (_declaration(fields), _declaration(tasks), change.rev, record.id),
+    )
+    _make_task_sets(change, record.id, fields, tasks)
+
+
+def _make_task_sets(change: Change, run: int, fields: dict[str, Field], tasks: dict[str, Task]) -> None:
+    """The usual sets exist from the start: every task, and none."""
     task_set(change, run, tasks, fields, list(tasks))
     task_set(change, run, tasks, fields, [])
+
+
+def _declaration(named: Mapping[str, Field] | Mapping[str, Task]) -> str:
+    return json.dumps([one.to_json() for one in named.values()])
 
 
 def _advance(change: Change, name: str, current: int, epoch: int | None) -> None:
@@ -226,6 +269,8 @@ def declared_fields(declarations: Sequence[dict[str, object]]) -> dict[str, Fiel
     fields: dict[str, Field] = {}
     for declaration in declarations:
         field = _field(declaration)
+        if field.name == BUNDLE_FIELD.name:
+            raise InvalidField(f"field name {field.name!r} is kept for bundles", field=field.name)
         if field.name in fields:
             raise InvalidField(f"field {field.name!r} is declared twice", field=field.name)
         if field.name == BLOB_FIELD.name:

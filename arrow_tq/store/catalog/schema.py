@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import apsw
 
+from arrow_tq.store.catalog.bundle_rows import BUNDLES_SQL
 from arrow_tq_schemas.errors import Unsupported
 
 _VERSION_1 = """
@@ -203,7 +204,7 @@ CREATE INDEX kept_at ON kept (kept_at);
 """
 """Checkpoints: marks, and what was released since; claims are shown as a table."""
 
-MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _BLOBS, _LATE_VALUES, _MARKS)
+MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _BLOBS, _LATE_VALUES, _MARKS, BUNDLES_SQL)
 """Element n takes a file from ``user_version`` n to n + 1. Never edited once released."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from arrow_tq.backend import Placer, PutHandle, Read, Rows
+from arrow_tq.backend import BundleWriter, Placer, PutHandle, Read, Rows
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.options import ClientOptions
 from arrow_tq.client.shard_reads import shard_numbers
@@ -46,6 +46,7 @@ from arrow_tq_schemas.commands import (
     GetStats,
     Pressure,
     Reply,
+    RunInfo,
     Stats,
     StepCommit,
     StepResult,
@@ -138,6 +139,16 @@ class ShardEngine:
     @property
     def placer(self) -> Placer | None:
         return None
+
+    @property
+    def reads_in_place(self) -> bool:
+        return False
+
+    def bundle_writer(self, run: RunInfo) -> BundleWriter:
+        raise self._elsewhere("put of a bundle")
+
+    def end_lease(self, run: str, lease_id: str) -> None:
+        """Leases are the catalog's."""
 
     def shard(self) -> int:
         return self._membership.number or 0

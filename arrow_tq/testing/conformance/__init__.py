@@ -4,6 +4,7 @@ Every test looks at the reply *and* at what the store holds afterwards.
 """
 
 from arrow_tq.testing.conformance.blobs import BlobConformance
+from arrow_tq.testing.conformance.bundles import BundleConformance
 from arrow_tq.testing.conformance.checkpoints import CheckpointConformance
 from arrow_tq.testing.conformance.claims import ClaimConformance
 from arrow_tq.testing.conformance.concurrency import ConcurrencyConformance
@@ -32,5 +33,6 @@ class StoreConformance(
     ConcurrencyConformance,
     WritingConformance,
     BlobConformance,
+    BundleConformance,
 ):
     """All of it."""

@@ -1,0 +1,133 @@
+"""What is to be written: buffers cut into blocks of whole rows, each with a function that fills it in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Sizes = npt.NDArray[np.int64]
+Fill = Callable[[Bytes], None]
+"""Writes a block into the memory it is given, all of it."""
+
+BLOCK_BYTES = 2 << 20
+"""Aimed size of a block: one message on the wire, a few in a chunk."""
+BLOCK_BYTES_MAX = 48 << 20
+"""A row larger than this is cut into several blocks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockPlan:
+    nbytes: int
+    rows: int
+    fill: Fill
+
+
+@dataclass(slots=True, eq=False)
+class FieldPlan:
+    """One field, looked at and not copied yet. Attributes as in ``FieldLayout``."""
+
+    key: object
+    name: str
+    """What people call it: in errors and in SQL."""
+    layout: str
+    count: int
+    sequence: bool
+    """Whether the value is a sequence of ``count`` rows."""
+    meta: dict[str, object] = field(default_factory=dict)
+    buffers: dict[str, list[BlockPlan]] = field(default_factory=dict)
+
+
+class LayoutMiss(Exception):
+    """A block's values are not what the first of them promised: plan the field again. Ours alone.
+
+    Attributes:
+        name: the field.
+        instead: hint for the planner, see ``infer``.
+    """
+
+    def __init__(self, name: str, instead: str) -> None:
+        super().__init__(name)
+        self.name = name
+        self.instead = instead
+
+
+def ranges(sizes: Sizes, limit: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """Rows in ranges of about ``limit`` bytes, never less than a row."""
+    ends = np.cumsum(sizes, dtype=np.int64)
+    first, before = 0, 0
+    while first < len(sizes):
+        end = max(int(np.searchsorted(ends, before + limit, side="right")), first + 1)
+        yield first, end
+        first, before = end, int(ends[end - 1])
+
+
+def row_blocks(
+    sizes: Sizes,
+    write: Callable[[int, int, Bytes], None],
+    row: Callable[[int], Bytes] | None = None,
+    part: Callable[[int, int, int, Bytes], None] | None = None,
+) -> list[BlockPlan]:
+    """Blocks of ragged rows.
+
+    Args:
+        sizes: bytes of each row.
+        write: writes rows ``[first, end)`` back to back.
+        row: all bytes of one row; only asked for rows larger than a block may be.
+        part: writes bytes ``[low, high)`` of a row; where there is no ``row``.
+    """
+    write_part = part if part is not None else partial(_write_part, row)
+    blocks: list[BlockPlan] = []
+    for first, end in ranges(sizes):
+        nbytes = int(sizes[first:end].sum())
+        if nbytes <= BLOCK_BYTES_MAX or end - first > 1:
+            blocks.append(BlockPlan(nbytes, end - first, partial(write, first, end)))
+            continue
+        for low in range(0, nbytes, BLOCK_BYTES_MAX):
+            high = min(low + BLOCK_BYTES_MAX, nbytes)
+            fill = partial(write_part, first, low, high)
+            blocks.append(BlockPlan(high - low, int(low == 0), fill))
+    return blocks
+
+
+def array_blocks(values: npt.NDArray[np.generic]) -> list[BlockPlan]:
+    """Blocks of an array that is there already, contiguous: a row is an element of its first axis."""
+    flat = as_bytes(values)
+    rows = len(values)
+    if not rows or not len(flat):
+        return [BlockPlan(0, rows, _nothing)] if rows else []
+    width = len(flat) // rows
+    return row_blocks(
+        np.full(rows, width, np.int64),
+        lambda first, end, out: np.copyto(out, flat[first * width : end * width]),
+        lambda index: flat[index * width : (index + 1) * width],
+    )
+
+
+def as_bytes(values: npt.NDArray[np.generic]) -> Bytes:
+    """An array's values in C order as bytes: a view where it is contiguous."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return flat.view(np.uint8) if flat.size else np.empty(0, np.uint8)
+
+
+def _write_part(row: Callable[[int], Bytes] | None, index: int, low: int, high: int, out: Bytes) -> None:
+    assert row is not None
+    np.copyto(out, row(index)[low:high])
+
+
+def _nothing(out: Bytes) -> None:
+    """A block without bytes."""
+
+
+def columns_of(
+    lengths: Sequence[int] | Sizes, name: str = "lengths"
+) -> tuple[dict[str, object], dict[str, list[BlockPlan]]]:
+    """Row lengths as a number (all equal) in ``meta``, or as a buffer."""
+    sizes = np.asarray(lengths, np.int64)
+    if len(sizes) and (sizes == sizes[0]).all():
+        return {name: int(sizes[0])}, {}
+    return {}, {name: array_blocks(sizes)}
