@@ -25,7 +25,8 @@ def test_smoke(tmp_path: Path) -> None:
     for row in rows:
         assert set(row) == {"name", "value", "unit", "baseline", "ratio", "target"}
         assert row["value"] > 0
-        assert row["name"] in done.stdout.replace("\n", " ") or len(row["name"]) > 40
+        # A long name goes on in the next line of its cell.
+        assert row["name"][:20] in done.stdout
         if row["target"] is not None:
             assert row["ratio"] > 0
 
