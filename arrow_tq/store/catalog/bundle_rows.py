@@ -174,7 +174,7 @@ def bundle_chunk_state(connection: apsw.Connection, one: ChunkId, run: int | Non
 def count_missing_of_bundles(
     connection: apsw.Connection, here: Collection[ChunkId], shard: int
 ) -> tuple[int, int]:
-    """A shard's chunks of published bundles that are not ``here``, and their bytes (chunks counted as alike)."""
+    """A shard's chunks of published bundles that are not ``here``, and their bytes (chunks as if alike)."""
     chunks = size = 0
     rows: Any = connection.execute("SELECT bundle_id, chunks, bytes FROM bundles WHERE state = 'ready'")
     for bundle_id, count, total in rows:
