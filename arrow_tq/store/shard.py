@@ -36,6 +36,8 @@ from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
 
 Durability = Literal["process", "disk"]
+CLOSE_WAIT_S = 10.0
+"""How long ``close`` waits for the writer of a stream."""
 
 
 class Shard:
@@ -329,8 +331,14 @@ class Shard:
         self._closed = True
         self._populator.stop()
         for stream in self._streams.all():
-            with stream.lock:
+            if not stream.lock.acquire(timeout=CLOSE_WAIT_S):
+                # Its writer was interrupted at the worst moment: the next start walks its extent.
+                self._log.error("a writer does not let go", path=str(stream.key.folder))
+                continue
+            try:
                 stream.close()
+            finally:
+                stream.lock.release()
         self._unlink_retired()
         for extent in self._extents:
             extent.file.unmap()

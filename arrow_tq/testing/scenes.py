@@ -37,3 +37,9 @@ def fill(run: Run, count: int, group: str | None = None) -> dict[str, Rollout]:
 
 def chunks_stored(store: Store) -> int:
     return int(store.stats()["chunks"])
+
+
+def bytes_read(store: Store) -> float:
+    """Payload that was read so far: by the store, or by this client around the wire."""
+    stats = store.stats()
+    return stats["bytes_read_total"] + stats.get("client_host_read_bytes", 0.0)

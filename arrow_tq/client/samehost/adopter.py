@@ -14,6 +14,7 @@ from arrow_tq.client.puts import Puts
 from arrow_tq.client.samehost.granted import Granted, Writer
 from arrow_tq.client.samehost.host import Host
 from arrow_tq.layout.appender import Reserved
+from arrow_tq.logs import logger
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader
 from arrow_tq_schemas.commands import AdoptChunks, AdoptedChunk, ChunkVerdicts
 from arrow_tq_schemas.errors import ArrowTQError, Conflict, InternalError, NotFound, Unavailable, from_wire
@@ -97,8 +98,14 @@ class Adopter:
 
     def _loop(self) -> None:
         while (items := self._next()) is not None:
-            if items:
+            if not items:
+                continue
+            try:
                 self._adopt(items)
+            except Exception as error:
+                # Whoever waits is told: this thread must not end with chunks in its hands.
+                fault = InternalError(f"adopt: {type(error).__name__}: {error}")
+                self._settle([(one, fault) for one in items])
 
     def _next(self) -> list[Written] | None:
         """Chunks of one file; an empty list after something else was looked after; None to end."""
@@ -114,7 +121,12 @@ class Adopter:
                         break
                     items.append(self._queue.popleft())
                 return items
-        more = self._tend()
+        try:
+            more = self._tend()
+        except Exception:
+            # What could not be looked after ends by its lease.
+            logger("arrow_tq.client").exception("grants not tended")
+            more = True
         self._tended_at = time.monotonic()
         with self._changed:
             if self._ending or (not more and not self._queue):

@@ -144,9 +144,9 @@ class Writer:
             told, _ = self._host.ask(command, ExtentGrant)
             granted = Granted(told, self.layout)
         except (ArrowTQError, OSError, ValueError) as error:
-            never = isinstance(error, Unsupported)
-            self._refused_until = float("inf") if never else time.monotonic() + REFUSED_S
-            self._host.forget_stale(error, proof)
+            if not self._host.forget_stale(error, proof):
+                never = isinstance(error, Unsupported)
+                self._refused_until = float("inf") if never else time.monotonic() + REFUSED_S
             return None
         self._next_bytes = min(2 * wanted, GRANT_BYTES[1])
         return granted

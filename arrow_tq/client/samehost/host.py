@@ -40,10 +40,12 @@ class Host:
             if self._proof == proof:
                 self._asked, self._proof = False, None
 
-    def forget_stale(self, error: BaseException, proof: str) -> None:
-        """Forget a proof that was refused."""
-        if isinstance(error, ArrowTQError) and is_stale(error):
+    def forget_stale(self, error: BaseException, proof: str) -> bool:
+        """Forget a proof that was refused; whether it was that."""
+        stale = isinstance(error, ArrowTQError) and is_stale(error)
+        if stale:
             self.forget(proof)
+        return stale
 
     def ask(self, command: Command, kind: type[Body]) -> tuple[Body, Reply]:
         """The reply to a command; raises its error."""

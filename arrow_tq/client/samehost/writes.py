@@ -23,6 +23,8 @@ TEND_S = 1.0
 """How often full and idle grants are given back."""
 KEEP_S = 8.0
 """How often the others are renewed: well below a lease."""
+CLEAN_UP_S = 10.0
+"""How long a put that failed waits for its chunks before it drops them; an interrupted one in vain."""
 LOCK_WAIT_S = 0.005
 """For whoever looks after the files; a writer that fills a chunk takes longer, and is not waited for."""
 Held = list[tuple[Writer, Granted, Reserved]]
@@ -90,7 +92,7 @@ class HostWrites:
         """Chunks of a put that failed: once they are adopted they are dropped."""
         for item in items:
             try:
-                item.handle.wait(None)
+                item.handle.wait(CLEAN_UP_S)
             except ArrowTQError:
                 continue
         names = [item.header.chunk_id.hex for item in items]
@@ -137,12 +139,18 @@ class HostWrites:
         ended: list[Granted] = []
         kept: list[Granted] = []
         for writer in writers:
-            with writer.lock:
+            if not writer.lock.acquire(timeout=TEND_S):
+                # A long chunk is being filled, or its writer was interrupted at the worst moment.
+                kept.extend(writer.held())
+                continue
+            try:
                 done = [one for one in writer.full if not one.unadopted]
                 writer.full = [one for one in writer.full if one.unadopted]
                 if writer.used_at < before:
                     done.extend(writer.let_go())
                 kept.extend(writer.held())
+            finally:
+                writer.lock.release()
             ended.extend(done)
         self._end(ended)
         self._keep(kept)

@@ -11,7 +11,7 @@ from arrow_tq import errors, fields
 from arrow_tq.interface import Store
 from arrow_tq.testing.layouts import pad_multiple, zigzag
 from arrow_tq.testing.rollouts import LAYER_IDS, make_rollout, write_rollout
-from arrow_tq.testing.scenes import fill, open_run, wait_until
+from arrow_tq.testing.scenes import bytes_read, fill, open_run, wait_until
 from arrow_tq.trainer import PlanPolicy
 
 
@@ -21,13 +21,13 @@ class TrainerConformance:
     def test_ranks_plan_alike_and_read_nothing_before_they_fetch(self, store: Store) -> None:
         run = open_run(store)
         kept = fill(run, 9)
-        before = store.stats()["bytes_read_total"]
+        before = bytes_read(store)
         ref = run.claim(9).ref
         ranks = [run.attach(ref, rank=rank, world=2) for rank in range(2)]
         plans = [batch.plan(max_tokens=120, seed=7) for batch in ranks]
         for batch in ranks:
             batch.handles("routed_experts")
-        assert store.stats()["bytes_read_total"] == before
+        assert bytes_read(store) == before
         assert plans[0].rows_by_rank == plans[1].rows_by_rank
         assert len(plans[0]) == len(plans[1])
         seen = [name for plan in plans for micro in plan for name in micro.segment_ids]
@@ -41,7 +41,7 @@ class TrainerConformance:
                     for index, name in enumerate(micro.segment_ids):
                         np.testing.assert_array_equal(data["routed_experts"][index], kept[name].experts)
                     micro.close()
-        assert store.stats()["bytes_read_total"] > before
+        assert bytes_read(store) > before
         with pytest.raises(errors.InvalidInput, match="longer than max_tokens 10"):
             ranks[0].plan(max_tokens=10)
         alone = ranks[0].plan(max_tokens=10, policy=PlanPolicy(oversize="alone"))
@@ -60,10 +60,10 @@ class TrainerConformance:
         batch = run.claim(1)
 
         def moved(layers: range | None) -> float:
-            before = store.stats()["bytes_read_total"]
+            before = bytes_read(store)
             rows = batch.fetch("routed_experts", layers=layers)["routed_experts"][0]
             np.testing.assert_array_equal(rows, experts[:, layers or range(40)])
-            return store.stats()["bytes_read_total"] - before
+            return bytes_read(store) - before
 
         assert moved(None) == experts.nbytes
         assert moved(range(20, 40)) == experts.nbytes / 2
@@ -110,11 +110,11 @@ class TrainerConformance:
                 step.put("token_ids", tokens[30:] + ord(name), start=30)
         session.finalize()
         batch = run.claim(2)
-        before = store.stats()["bytes_read_total"]
+        before = bytes_read(store)
         data = batch.fetch("token_ids")["token_ids"]
         for index, name in enumerate(("a", "b")):
             np.testing.assert_array_equal(data[index], [*tokens[:30], *(tokens[30:] + ord(name))])
-        assert store.stats()["bytes_read_total"] - before == 4 * 50
+        assert bytes_read(store) - before == 4 * 50
 
     def test_holes_have_handles_that_do_not_resolve(self, store: Store) -> None:
         run = open_run(store)
