@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import time
@@ -16,13 +17,20 @@ from arrow_tq_schemas.errors import ArrowTQError
 from tests.serving import Server
 
 JOIN_S = 30.0
+PORTS = (10_000, 32_000)
 
 
 def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody has now, and no outgoing connection will take: below the kernel's own range."""
+    chance = random.SystemRandom()
+    while True:
+        port = chance.randrange(*PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 class Cluster:
