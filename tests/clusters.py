@@ -62,9 +62,15 @@ class Cluster:
         self._catalog_port = free_port()
         self._ports = [free_port() for _ in range(shards)]
         self.url = f"grpc{'' if tls is None else '+tls'}://127.0.0.1:{self._catalog_port}"
+        self.shards: list[Server] = []
         self.catalog = self.start_catalog()
-        self.shards = [self.start_shard(index) for index in range(shards)]
-        self.wait()
+        try:
+            for index in range(shards):
+                self.shards.append(self.start_shard(index))
+            self.wait()
+        except BaseException:
+            self.close()
+            raise
 
     def start_catalog(self) -> Server:
         """Start it, or start it again."""
@@ -79,7 +85,7 @@ class Cluster:
         server = self._server(
             f"shard{index}", self._ports[index], "--role", "shard", "--join", self.url, *more
         )
-        if index < len(getattr(self, "shards", ())):
+        if index < len(self.shards):
             self.shards[index] = server
         return server
 
