@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import time
@@ -16,13 +17,20 @@ from arrow_tq_schemas.errors import ArrowTQError
 from tests.serving import Server
 
 JOIN_S = 30.0
+PORTS = (10_000, 32_000)
 
 
 def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody has now, and no outgoing connection will take: below the kernel's own range."""
+    chance = random.SystemRandom()
+    while True:
+        port = chance.randrange(*PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 class Cluster:
@@ -54,9 +62,15 @@ class Cluster:
         self._catalog_port = free_port()
         self._ports = [free_port() for _ in range(shards)]
         self.url = f"grpc{'' if tls is None else '+tls'}://127.0.0.1:{self._catalog_port}"
+        self.shards: list[Server] = []
         self.catalog = self.start_catalog()
-        self.shards = [self.start_shard(index) for index in range(shards)]
-        self.wait()
+        try:
+            for index in range(shards):
+                self.shards.append(self.start_shard(index))
+            self.wait()
+        except BaseException:
+            self.close()
+            raise
 
     def start_catalog(self) -> Server:
         """Start it, or start it again."""
@@ -71,7 +85,7 @@ class Cluster:
         server = self._server(
             f"shard{index}", self._ports[index], "--role", "shard", "--join", self.url, *more
         )
-        if index < len(getattr(self, "shards", ())):
+        if index < len(self.shards):
             self.shards[index] = server
         return server
 

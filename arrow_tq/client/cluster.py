@@ -202,7 +202,7 @@ class Cluster:
             except (Unavailable, DeadlineExceeded) as error:
                 if isinstance(error, Unreachable | DeadlineExceeded):
                     self.suspect(near.number)
-        yield from self._read_there(number, client, _after(request, seen))
+        yield from self._read_there(number, client, after(request, seen))
 
     def _read_there(self, number: int, client: ShardClient, request: Read) -> Iterator[Rows]:
         """From the shard itself; once more where it moved meanwhile."""
@@ -222,7 +222,7 @@ class Cluster:
         if moved is None or moved is client:
             raise unreadable(number, client.url, request, failure)
         try:
-            yield from read(moved.connection, _after(request, seen))
+            yield from read(moved.connection, after(request, seen))
         except Unavailable as error:
             raise unreadable(number, moved.url, request, error.message) from None
 
@@ -340,7 +340,7 @@ def _is_on(entry: ShardEntry, host: str) -> bool:
     return any(server.host == host for server in entry.servers)
 
 
-def _after(request: Read, rows: int) -> Read:
+def after(request: Read, rows: int) -> Read:
     """What is left of a request after its first rows."""
     if not rows:
         return request

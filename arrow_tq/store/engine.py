@@ -248,7 +248,7 @@ class Engine:
             StaleEpoch, Conflict, StoreFull: as their names say.
         """
         self._check_open()
-        self._check_place(header.chunk_id)
+        self._check_place(header)
         field = self.field(stream.run, stream.field)
         info = self._catalog.run_info(stream.run)
         chunk = receive(stream, field, info, header, batch)
@@ -387,13 +387,14 @@ class Engine:
             waiters=gauges.waiters + self._admission.waiting,
         )
 
-    def _check_place(self, chunk_id: ChunkId) -> None:
-        cluster = self.config.cluster
-        if cluster is not None and not cluster.holds_chunks:
+    def _check_place(self, header: ChunkHeader) -> None:
+        """Whether such chunks are stored here: bundles always are, the rest where this is a shard."""
+        cluster, number = self.config.cluster, header.chunk_id.shard
+        if cluster is not None and not cluster.holds_chunks and header.field != BUNDLE_FIELD.name:
             raise Unsupported("put: this server is a catalog; chunks go to its shards (their map: cluster)")
-        if chunk_id.shard != self._shard.config.number:
+        if number != self._shard.config.number:
             raise MalformedMessage(
-                f"chunk {chunk_id.hex}: of shard {chunk_id.shard}, this is shard {self._shard.config.number}"
+                f"chunk {header.id}: of shard {number}, this is shard {self._shard.config.number}"
             )
 
     def _check_open(self) -> None:

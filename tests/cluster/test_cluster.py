@@ -200,6 +200,16 @@ def read_of(run: Run, field: str, spans: list[Span]) -> Read:
     return Read(run.name, run.field(field), 0, None, to_spans(spans))
 
 
+def test_whole_dicts_are_kept_by_the_catalog_itself(store: Store) -> None:
+    given = {"tokens": [np.arange(9, dtype=np.int32), np.arange(4, dtype=np.int32)], "reward": [1.0, 0.5]}
+    ref = store.put_bundle(given)
+    back = store.get_bundle(ref)
+    assert back["reward"] == given["reward"]
+    for one, other in zip(back["tokens"], given["tokens"], strict=True):
+        np.testing.assert_array_equal(one, other)
+    store.delete_bundle(ref)
+
+
 # -- any Flight client -----------------------------------------------------------------------------
 
 

@@ -90,8 +90,8 @@ def test_version_and_help() -> None:
         "export",
         "capacity",
         "stats",
-        "token",
         "bench",
+        "token",
     ]
     assert names == expected
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from arrow_tq import errors, fields
 from arrow_tq.backend import Read, Rows
-from arrow_tq.client.cluster import choose
+from arrow_tq.client.cluster import after, choose
 from arrow_tq.client.shard_reads import Reader, no_such_shard, read_shards, shard_numbers, unreadable
 from arrow_tq.store.cluster import outbox
 from arrow_tq.store.cluster.outbox import Outbox
@@ -239,6 +239,21 @@ def test_rows_of_many_shards_come_in_the_order_asked(
     found = np.concatenate([rows.values for rows in read_shards(Memory(frozenset(), block_rows), request)])
     wanted = np.concatenate([np.arange(row, row + rows) + 1000 * shard for shard, row, rows in pieces])
     np.testing.assert_array_equal(found, wanted)
+
+
+@given(PIECES, st.integers(0, 300), st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_a_read_goes_on_where_it_was_cut(
+    pieces: list[tuple[int, int, int]], rows: int, block_rows: int
+) -> None:
+    request = request_of([(1, row, count) for _, row, count in pieces])
+    wanted = np.concatenate([np.arange(row, row + count) + 1000 for _, row, count in pieces])
+    seen = min(rows, len(wanted))
+    rest = after(request, seen)
+    assert int(rest.spans["rows"].sum()) == len(wanted) - seen
+    if len(rest.spans):
+        found = np.concatenate([one.values for one in read_shards(Memory(frozenset(), block_rows), rest)])
+        np.testing.assert_array_equal(found, wanted[seen:])
 
 
 def test_a_dead_shard_s_chunks_are_named_and_no_others() -> None:

@@ -67,6 +67,11 @@ class CatalogLink:
             self._runs[run] = time.monotonic(), info
         return info
 
+    def forget(self) -> None:
+        """What is known of runs: another catalog, which may have other ones, has taken its place."""
+        with self._lock:
+            self._runs.clear()
+
     def field(self, run: str, name: str) -> Field:
         """The declared field, or that of blobs; raises ``NotFound`` naming those that the run has."""
         if name == BLOB_FIELD.name:

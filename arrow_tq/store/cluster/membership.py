@@ -183,6 +183,7 @@ class Membership:
         self._number = joined.number
         _write_note(self._note, self._node, joined.number)
         self._renewed_at = time.monotonic()
+        self._hear_of(joined.catalog)
         self._news = joined.catalog, 0
         self._place = Place(joined.number, joined.epoch, joined.lease_s)
         self._log.info("joined", number=joined.number, epoch=joined.epoch, catalog=self._catalog.url)
@@ -196,6 +197,7 @@ class Membership:
         try:
             news = self._catalog.beat(self._beat_of(place, wait_s))
             self._renewed_at = began
+            self._hear_of(news.catalog)
             self._take(news)
         except StaleEpoch as error:
             self._refuse(error)
@@ -210,6 +212,10 @@ class Membership:
         self._news = news.catalog, news.last
         # What was let go is acked at once: whoever released it waits.
         return 0.0 if news.more or news.released else BEAT_PAUSE_S
+
+    def _hear_of(self, catalog: str) -> None:
+        if catalog != self._news[0]:
+            self._catalog.forget()
 
     def _beat_of(self, place: Place, wait_s: float = 0.0) -> Beat:
         usage = self._shard.usage()
