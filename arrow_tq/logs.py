@@ -7,8 +7,10 @@ standard ``logging`` under ``arrow_tq.*``, so that a library never prints on its
 from __future__ import annotations
 
 import logging
+import sys
 
 import structlog
+from structlog.tracebacks import ExceptionDictTransformer
 from structlog.typing import FilteringBoundLogger
 
 
@@ -27,3 +29,21 @@ def logger(name: str) -> FilteringBoundLogger:
         ],
     )
     return plain
+
+
+def log_json(level: str) -> None:
+    """Make this process log as JSON lines on standard error; ``level`` is the least that is logged."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            # Not the standard formatter: sys.tracebacklimit, the server's backstop, would empty its
+            # tracebacks. Without locals: they hold the bodies of agents' calls.
+            structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )

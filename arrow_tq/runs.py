@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -16,9 +14,11 @@ from arrow_tq.backend import Backend
 from arrow_tq.blobs import read_blob
 from arrow_tq.calls import Ids, ask, checked, columns_json, read_table, segment_ids
 from arrow_tq.producer.encode import CHUNK_BYTES, Encoder
+from arrow_tq.producer.opening import Opening
 from arrow_tq.producer.session import Session
 from arrow_tq.trainer.batch import Batch
 from arrow_tq.trainer.batches import Batches
+from arrow_tq.trainer.claiming import take_batch
 from arrow_tq.trainer.fetch import Reading
 from arrow_tq.trainer.reference import BatchRef
 from arrow_tq.trainer.resolve import resolve
@@ -28,30 +28,24 @@ from arrow_tq_schemas.commands import (
     AddField,
     AttachClaim,
     Claim,
-    ClaimInfo,
     CloseGroup,
     Discard,
     Done,
     Mark,
     MarkInfo,
     OpenRun,
-    OpenSession,
     Rewind,
     Rewound,
     RunInfo,
     RunQuery,
-    SessionInfo,
     SetPolicyVersion,
     UpdateSegments,
     View,
 )
-from arrow_tq_schemas.errors import InternalError, NotFound, StoreFull
+from arrow_tq_schemas.errors import NotFound
 from arrow_tq_schemas.fields import Field, Task
 from arrow_tq_schemas.ids import IdFactory
-from arrow_tq_schemas.names import check_id, check_session
-
-ROOM_POLL_S = 0.25
-"""How often a session that waits for room asks again."""
+from arrow_tq_schemas.names import check_id
 
 
 class Run:
@@ -77,7 +71,10 @@ class Run:
         self.durability = info.durability
         self.fields: dict[str, Field] = {}
         self._learn(info)
-        self.tasks = {spec.name: Task(spec.name, _names(spec.fields)) for spec in info.tasks}
+        self.tasks = {
+            spec.name: Task(spec.name, None if spec.fields is None else tuple(spec.fields))
+            for spec in info.tasks
+        }
         self.chunk_bytes = CHUNK_BYTES
         self.put_timeout_s = 120.0
         self._encoders: dict[str, Encoder] = {}
@@ -131,11 +128,7 @@ class Run:
             SessionClosed: it was aborted or discarded, or it is finalized and more than its id is given.
             StoreFull: past the soft mark only sessions that are open already get room; retryable.
         """
-        command = self._open_session(id, group, tasks, ttl_s, columns)
-        until = time.monotonic() + wait_s
-        while (session := self._try_session(command, until)) is None:
-            time.sleep(_pause_s(until))
-        return session
+        return Opening(self, id, group, tasks, ttl_s, columns).wait(wait_s)
 
     # -- trainers ------------------------------------------------------------------------------
 
@@ -176,31 +169,19 @@ class Run:
         """
         with checked("claim"):
             command = Claim(
-                run=self.name,
-                limit=limit,
-                where=where,
-                task=task,
-                unit=unit,
-                group_size=group_size,
-                view=view,
-                order_by=order_by,
-                max_staleness=max_staleness,
-                on_stale=on_stale,
-                lease_s=lease_s,
-                wait_s=wait_s,
+                run=self.name, limit=limit, where=where, task=task, unit=unit, group_size=group_size,
+                view=view, order_by=order_by, max_staleness=max_staleness, on_stale=on_stale,
+                lease_s=lease_s, wait_s=wait_s, epoch=self.epoch,
                 like=None if like is None else BatchRef.parse(like, self.name).claim,
-                epoch=self.epoch,
-            )
-        reply = self.backend.execute(command)
-        return self._batch(reply.body, reply.blobs[0], None, None)
+            )  # fmt: skip
+        return take_batch(self, command)
 
     def attach(self, ref: str, rank: int, world: int) -> Batch:
         """Join a claim by its ``ref`` as one of ``world`` ranks; all see the same table."""
         claim_id = BatchRef.parse(ref, self.name).claim
         with checked("attach"):
             command = AttachClaim(run=self.name, claim_id=claim_id, rank=rank, world=world, epoch=self.epoch)
-        reply = self.backend.execute(command)
-        return self._batch(reply.body, reply.blobs[0], rank, world)
+        return take_batch(self, command)
 
     def resolve(
         self,
@@ -340,12 +321,7 @@ class Run:
         wait_s: float = 0,
         **columns: object,
     ) -> Session:
-        command = self._open_session(id, group, tasks, ttl_s, columns)
-        until = time.monotonic() + wait_s
-        # The wait holds no thread: those are for calls that can go on, which may be what makes room.
-        while (session := await self.threads.call(self._try_session, command, until)) is None:
-            await asyncio.sleep(_pause_s(until))
-        return session
+        return await Opening(self, id, group, tasks, ttl_s, columns).await_room(wait_s)
 
     async def aclaim(
         self,
@@ -419,50 +395,5 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({self.name!r}, epoch={self.epoch})"
 
-    def _open_session(
-        self,
-        id: str,
-        group: str | None,
-        tasks: Iterable[str] | None,
-        ttl_s: float | None,
-        columns: dict[str, object],
-    ) -> OpenSession:
-        with checked(f"session {id!r}"):
-            return OpenSession(
-                run=self.name,
-                epoch=self.epoch,
-                session_id=check_session(id),
-                group=None if group is None else check_id(group, "group"),
-                tasks=None if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks),
-                ttl_s=ttl_s,
-                columns=columns_json(columns),
-            )
-
-    def _try_session(self, command: OpenSession, until: float) -> Session | None:
-        """The session; None where there is no room and time is left (``until`` is monotonic)."""
-        left = max(until - time.monotonic(), 0.0)
-        try:
-            info = ask(self.backend, command.model_copy(update={"wait_s": left}), SessionInfo)
-        except StoreFull:
-            if left <= 0:
-                raise
-            return None
-        return Session(self, info)
-
-    def _batch(self, info: object, table: bytes, rank: int | None, world: int | None) -> Batch:
-        if not isinstance(info, ClaimInfo):
-            raise InternalError(f"reply to a claim: {type(info).__name__}")
-        batch = Batch(self, info, read_table(table), rank, world)
-        self.batches.add(batch)
-        return batch
-
     def _learn(self, info: RunInfo) -> None:
         self.fields.update((field.name, field) for field in map(Field.from_json, info.fields))
-
-
-def _pause_s(until: float) -> float:
-    return min(ROOM_POLL_S, max(until - time.monotonic(), 0.0))
-
-
-def _names(fields: Sequence[str] | None) -> tuple[str, ...] | None:
-    return None if fields is None else tuple(fields)

@@ -11,6 +11,8 @@ from arrow_tq_schemas.access import RIGHTS, Right
 from arrow_tq_schemas.errors import InvalidInput
 from arrow_tq_schemas.names import check_id, check_run
 
+TOKEN_VARIABLE = "ARROW_TQ_TOKEN"
+"""A token comes from the environment: the command line of a process is there for all to read."""
 PREFIX = "atq_"
 SCHEME = "sha256:"
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks [--json FILE] [--smoke] [NAME...]``."""
+"""Figures of ours beside baselines measured in the same rounds."""
 
 from __future__ import annotations
 

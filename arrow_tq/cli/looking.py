@@ -88,7 +88,10 @@ def sql(
     run: RunOption = None,
     format: FormatOption = TableFormat.TABLE,
 ) -> None:
-    """Ask in SQL: tables runs, sessions, steps, segments, spans, chunks, claims, marks."""
+    """Ask in SQL: what rollouts, payload and trainers did, as tables.
+
+    These are runs, sessions, steps, segments, spans, chunks, blobs, step_blobs, bundles, claims and marks.
+    """
     text = sys.stdin.read() if query == "-" else query
     with open_store(store) as opened:
         _print(opened.sql(text, run=run), format)

@@ -52,8 +52,8 @@ app.command("sql")(looking.sql)
 app.command("export")(exporting.export)
 app.command("capacity")(capacity.capacity)
 app.command("stats")(looking.stats)
-app.add_typer(tokens.app, name="token")
 app.command("bench", context_settings=running.PASS_ON, add_help_option=False)(running.bench)
+app.add_typer(tokens.app, name="token")
 
 
 def main() -> NoReturn:

@@ -19,7 +19,7 @@ ENTRY_POINTS = "arrow_tq.commands"
 
 
 def serve(context: typer.Context) -> None:
-    """Serve a store over Arrow Flight (arrow-tq serve --help lists the settings)."""
+    """Serve a store over Arrow Flight (see its --help)."""
     found = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == "serve"]
     if not found:
         raise Unsupported("serve: the server is not part of this installation")
@@ -36,7 +36,7 @@ def serve(context: typer.Context) -> None:
 
 
 def proxy(context: typer.Context) -> None:
-    """Record an engine's calls on their way (arrow-tq proxy --help lists the settings)."""
+    """Record an engine's calls on their way (see its --help)."""
     try:
         from arrow_tq.proxy.main import proxy as function
     except ModuleNotFoundError as error:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from arrow_tq.tokens import TOKEN_VARIABLE
 from arrow_tq_schemas.errors import NotFound, StoreInUse
 
 if TYPE_CHECKING:
     from arrow_tq.interface import Store
 
-TOKEN_VARIABLE = "ARROW_TQ_TOKEN"
-"""A token is taken from the environment alone: the command line of a process is there for all to read."""
 StoreOption = Annotated[
     str,
     typer.Option(

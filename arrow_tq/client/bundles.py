@@ -12,8 +12,8 @@ import numpy.typing as npt
 from arrow_tq.backend import Backend, Fill
 from arrow_tq.client.pending import PendingPut
 from arrow_tq.client.puts import Puts
-from arrow_tq_schemas.bundles import BUNDLE_FIELD, UNKNOWN_CHECKSUM, checksummed, chunk_id
-from arrow_tq_schemas.chunks import Chunk, ChunkHeader
+from arrow_tq_schemas.bundles import BUNDLE_FIELD, checksummed, chunk_header, chunk_id
+from arrow_tq_schemas.chunks import Chunk
 from arrow_tq_schemas.commands import DropChunks, RunInfo
 from arrow_tq_schemas.errors import ArrowTQError
 from arrow_tq_schemas.ids import IdSeries
@@ -76,15 +76,7 @@ class FlightBundleWriter:
         block = self._staging.take(nbytes)
         values = block[:nbytes]
         fill(values)
-        header = ChunkHeader(
-            id=chunk_id(self.bundle_id, self._written).hex,
-            run=self._info.run,
-            epoch=self._info.epoch,
-            field=BUNDLE_FIELD.name,
-            start=self._written,
-            rows=nbytes,
-            checksum=UNKNOWN_CHECKSUM,
-        )
+        header = chunk_header(self.bundle_id, self._written, nbytes, self._info.run, self._info.epoch)
         header = checksummed(header, values)
         self._written += 1
         handle = self._puts.put(BUNDLE_FIELD, [Chunk(header, values, None)])

@@ -10,7 +10,8 @@ import typer
 
 from arrow_tq.proxy.config import load
 from arrow_tq.proxy.process import run as serve
-from arrow_tq_schemas.errors import ArrowTQError, InvalidInput
+from arrow_tq.settings import assigned
+from arrow_tq_schemas.errors import ArrowTQError
 
 
 def proxy(
@@ -43,12 +44,7 @@ def proxy(
         "log_level": log_level,
     }
     try:
-        for item in setting or ():
-            name, equals, value = item.partition("=")
-            if not equals:
-                raise InvalidInput(f"--set {item!r}: expected NAME=VALUE")
-            flags[name] = value
-        loaded = load(flags, config)
+        loaded = load(flags | assigned(setting or ()), config)
     except ArrowTQError as error:
         sys.stderr.write(f"arrow-tq proxy: {error.code}: {error.message}\n")
         raise typer.Exit(2) from None

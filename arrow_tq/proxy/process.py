@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -13,8 +12,8 @@ from collections.abc import Iterator
 
 import structlog
 import uvicorn
-from structlog.tracebacks import ExceptionDictTransformer
 
+from arrow_tq.logs import log_json
 from arrow_tq.proxy.app import ProxyApp
 from arrow_tq.proxy.config import ProxyConfig
 from arrow_tq.proxy.memory import few_arenas
@@ -111,20 +110,3 @@ def _listen(config: ProxyConfig) -> socket.socket:
             f"port {config.port} on {config.host!r}: {error.strerror or error}", port=config.port
         ) from None
     return listener
-
-
-def log_json(level: str) -> None:
-    """Logs as JSON lines on standard error."""
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            # Without locals: they hold the bodies of agents' calls.
-            structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )

@@ -12,7 +12,7 @@ import numpy as np
 from arrow_tq.backend import Fill
 from arrow_tq.store.catalog import Catalog
 from arrow_tq.store.shard import Shard
-from arrow_tq_schemas.bundles import BUNDLE_FIELD, UNKNOWN_CHECKSUM, chunk_id
+from arrow_tq_schemas.bundles import BUNDLE_FIELD, chunk_header, chunk_id
 from arrow_tq_schemas.chunks import ChunkHeader
 from arrow_tq_schemas.commands import (
     BundleInfo,
@@ -189,15 +189,7 @@ class EngineBundleWriter:
         self._written = 0
 
     def write(self, nbytes: int, fill: Fill) -> None:
-        header = ChunkHeader(
-            id=chunk_id(self.bundle_id, self._written).hex,
-            run=self._info.run,
-            epoch=self._info.epoch,
-            field=BUNDLE_FIELD.name,
-            start=self._written,
-            rows=nbytes,
-            checksum=UNKNOWN_CHECKSUM,
-        )
+        header = chunk_header(self.bundle_id, self._written, nbytes, self._info.run, self._info.epoch)
         self._shard.fill(BUNDLE_FIELD, header, fill, self._info.durability)
         self._written += 1
 

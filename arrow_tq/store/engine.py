@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
@@ -21,6 +21,7 @@ from arrow_tq.store.cluster.answers import CLUSTER_COMMANDS, FarShards, answer_c
 from arrow_tq.store.committing import Commits
 from arrow_tq.store.config import EngineConfig
 from arrow_tq.store.directory import Directory
+from arrow_tq.store.figures import Figures
 from arrow_tq.store.holding import attached_by
 from arrow_tq.store.host_share import HOST_COMMANDS, HostShare
 from arrow_tq.store.placing import STORED, EnginePlacer, Stored
@@ -47,7 +48,6 @@ from arrow_tq_schemas.commands import (
     GetStats,
     KeepChunks,
     OpenSession,
-    Pressure,
     PutValues,
     Reply,
     RunInfo,
@@ -124,6 +124,12 @@ class Engine:
             *(self._shard, self._catalog, config.orphan_ttl_s, config.upkeep_period_s, config.soft_mark),
             self._bundles.tend,
         )
+        self._figures = Figures(
+            *(self._shard, self._chunks, self._catalog, self._reader, self._host_share, self._bundles),
+            *(self._admission, self._upkeep, config.soft_mark),
+        )
+        self.stats = self._figures.of_process
+        self.pressure_of = self._figures.pressure_of
         self._upkeep.reconcile()
         self._upkeep.start()
         logger("arrow_tq.engine").info(
@@ -178,9 +184,9 @@ class Engine:
         if isinstance(command, RunQuery):
             return Reply(body=Empty(), blobs=[write_table(self.query(command.query, command.run))])
         if isinstance(command, GetStats):
-            return Reply(body=Stats(values=self._store_stats()))
+            return Reply(body=Stats(values=self._figures.of_store()))
         if isinstance(command, GetPressure):
-            return Reply(body=self._pressure())
+            return Reply(body=self._figures.pressure())
         if isinstance(command, DropChunks):
             return Reply(body=Done(count=self._chunks.free(command.run, _ids(command))))
         if isinstance(command, AbandonStep):
@@ -288,75 +294,6 @@ class Engine:
     def end_lease(self, run: str, lease_id: str) -> None:
         self._bundles.leases.end_soon(lease_id)
 
-    # -- the store -----------------------------------------------------------------------------
-
-    def _store_stats(self) -> dict[str, float]:
-        """Of the store: this process's statistics with those of the shards elsewhere."""
-        values = self.stats()
-        if isinstance(self._chunks, FarShards):
-            for name, value in self._chunks.far_stats().items():
-                values[name] = values.get(name, 0.0) + value
-        return values
-
-    def stats(self) -> dict[str, float]:
-        """Of this process: gauges and counters by name, labels in braces as Prometheus writes them."""
-        usage, gauges = self._chunks.usage(), self._catalog.gauges()
-        values: dict[str, float] = {
-            "capacity_bytes": usage.capacity_bytes,
-            "used_bytes": usage.used_bytes,
-            "zombie_bytes": usage.zombie_bytes,
-            "recycled_bytes": usage.recycled_bytes,
-            "extents": usage.extents,
-            "chunks": usage.chunks,
-            "corrupt_chunks_total": usage.corrupt_chunks,
-            "lost_chunks": self._shard.recovery.lost_chunks,
-            "lost_bytes": self._shard.recovery.lost_bytes,
-            "open_sessions": gauges.open_sessions,
-            "unclaimed_segments": gauges.unclaimed_segments,
-            "oldest_unclaimed_s": gauges.oldest_unclaimed_s,
-            "claim_waiters": gauges.waiters,
-            "room_waiters": self._admission.waiting,
-            "commits_total": gauges.commits,
-            "chunks_read_total": self._reader.chunks_read,
-            "bytes_read_total": self._reader.bytes_read,
-            "chunks_located_total": self._host_share.chunks_located,
-            "bytes_located_total": self._host_share.bytes_located,
-            "grants": len(self._shard.grants),
-            "chunks_adopted_total": self._shard.grants.chunks_adopted,
-            "bytes_adopted_total": self._shard.grants.bytes_adopted,
-            "orphans_reaped_total": self._upkeep.orphans_reaped,
-            "claims_active": gauges.claims_active,
-            "claimed_segments": gauges.claimed_segments,
-            "lease_ends_s": gauges.lease_ends_s,
-            "marks_live": gauges.marks_live,
-            "kept_segments": gauges.kept_segments,
-            "kept_given_up_total": self._upkeep.kept_given_up,
-        }
-        for end, count in gauges.claims_by_end.items():
-            values[f'claims_ended_total{{end="{end}"}}'] = count
-        if isinstance(self._chunks, FarShards):
-            values |= self._chunks.gauges()
-        for (run, tier), size in usage.by_run_and_tier.items():
-            values[f'bytes{{run="{run}",tier="{tier}"}}'] = size
-        for run, (used_bytes, quota_bytes) in usage.quotas.items():
-            values[f'run_used_bytes{{run="{run}"}}'] = used_bytes
-            values[f'run_quota_bytes{{run="{run}"}}'] = quota_bytes
-        values.update(self._bundles.stats())
-        for reason, count in gauges.discarded_by_reason.items():
-            values[f'discarded_total{{reason="{reason}"}}'] = count
-        return values
-
-    def pressure_of(self, runs: Collection[str]) -> Pressure:
-        """The store's fill, with sessions and segments of these runs alone."""
-        gauges = self._catalog.run_gauges(runs)
-        return self._pressure().model_copy(
-            update={
-                "oldest_unclaimed_s": gauges.oldest_unclaimed_s,
-                "open_sessions": gauges.open_sessions,
-                "unclaimed_segments": gauges.unclaimed_segments,
-            }
-        )
-
     def close(self) -> None:
         if self._directory.pid != os.getpid():
             # A fork must not seal extents, or checkpoint the database, of the process that lives on.
@@ -373,19 +310,6 @@ class Engine:
             self._chunks.close()
         self._shard.close()
         self._directory.release()
-
-    def _pressure(self) -> Pressure:
-        usage, gauges = self._chunks.usage(), self._catalog.gauges()
-        return Pressure(
-            capacity_bytes=usage.capacity_bytes,
-            used_bytes=usage.used_bytes,
-            fill=usage.used_bytes / usage.capacity_bytes,
-            soft_mark=self.config.soft_mark,
-            oldest_unclaimed_s=gauges.oldest_unclaimed_s,
-            open_sessions=gauges.open_sessions,
-            unclaimed_segments=gauges.unclaimed_segments,
-            waiters=gauges.waiters + self._admission.waiting,
-        )
 
     def _check_place(self, header: ChunkHeader) -> None:
         """Whether such chunks are stored here: bundles always are, the rest where this is a shard."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -15,6 +13,7 @@ import numpy as np
 from arrow_tq.backend import Fill
 from arrow_tq.layout.columns import Values
 from arrow_tq.logs import logger
+from arrow_tq.store.chunk_index import ChunkIndex
 from arrow_tq.store.directory import claim_memory
 from arrow_tq.store.extent import Entry, Extent
 from arrow_tq.store.extent_key import ExtentKey, Roots, Tier
@@ -54,22 +53,29 @@ class Shard:
         self._space = Space(config.capacity_bytes)
         self._spaces = RunSpaces(self._space, config.run_quotas, config.run_quota_bytes)
         self._sync = GroupSync()
-        self._lock = threading.Lock()
-        """Guards the index's pins, the unpinned and the extents' counts."""
-        self._index: dict[ChunkId, Entry] = {}
-        self._unpinned: dict[ChunkId, float] = {}
+        self.index = ChunkIndex()
+        self._entries = self.index.entries
         self._streams = Streams(self._roots)
-        self._extents: set[Extent] = set()
-        self._retired: list[Extent] = []
-        """Without chunks: to be unlinked by upkeep."""
         self._recycling = Recycling(
             config.memory_dir / "recycled", config.recycle_bytes, config.recycle_idle_s
         )
         self._retention = Retention(self._roots, self._recycling)
         self._left_granted: list[tuple[Extent, GrantedFile]] = []
-        self._corrupt = 0
         self._closed = False
         self._log = logger("arrow_tq.shard")
+        # Bound methods: nothing is added to what is called for each chunk.
+        self.is_here = self.index.is_here
+        self.holds = self.index.holds
+        self.ids = self.index.ids
+        self.pin = self.index.pin
+        self.unpin = self.index.unpin
+        self.is_pinned = self.index.is_pinned
+        self.drop = self.index.drop
+        self.drop_unpinned = self.index.drop_unpinned
+        self.keep_unpinned = self.index.keep_unpinned
+        self.drop_orphans = self.index.drop_orphans
+        self.orphans = self.index.orphans
+        self.adopt = self.index.publish
         self.recovery = self._recover()
         self._populator = Populator(config.grow_bytes, config.ahead_bytes)
         self._site = StreamSite(
@@ -78,10 +84,10 @@ class Shard:
             spaces=self._spaces,
             recycling=self._recycling,
             populator=self._populator,
-            added=self._added,
-            removed=self._removed,
-            finished=self._finished,
-            entries=self._entries,
+            added=self.index.added,
+            removed=self.index.removed,
+            finished=self.index.finished,
+            entries=self.index.kept,
             make_room=self.make_room,
         )
         self.grants = Grants(self._site, self)
@@ -108,7 +114,7 @@ class Shard:
             if self.is_here(chunk_id, chunk.header.run, chunk.header.checksum):
                 return False
             extent = stream.room(chunk.header.rows, chunk.valid is not None)
-            self._publish(chunk_id, extent.append(chunk))
+            self.index.publish(chunk_id, extent.append(chunk))
             self._after_append(stream, extent)
         finally:
             stream.lock.release()
@@ -139,7 +145,7 @@ class Shard:
             entry = extent.complete(
                 *(chunk_id, reserved, header.to_bytes(), header.epoch, header.start, header.checksum)
             )
-            self._publish(chunk_id, entry)
+            self.index.publish(chunk_id, entry)
             self._after_append(stream, extent)
         finally:
             stream.lock.release()
@@ -156,13 +162,13 @@ class Shard:
 
         What this process did not write is verified by its checksum at first touch.
         """
-        entry = self._index.get(chunk_id)
+        entry = self._entries.get(chunk_id)
         if entry is None or entry.corrupt:
             return None
         try:
             chunk = entry.extent.chunk(chunk_id, entry)
         except Torn:
-            self._damaged(chunk_id, entry)
+            self.index.damaged(chunk_id, entry)
             return None
         except ValueError:
             if not entry.extent.retired and not self._closed:
@@ -171,14 +177,14 @@ class Shard:
             return None
         if not entry.verified:
             if not verify(chunk):
-                self._damaged(chunk_id, entry)
+                self.index.damaged(chunk_id, entry)
                 return None
             entry.verified = True
         return chunk
 
     def source(self, chunk_id: ChunkId) -> Chunk | Entry | None:
         """The chunk as views, or, in a file that a client may cut, where to read it; None as ``get``."""
-        entry = self._index.get(chunk_id)
+        entry = self._entries.get(chunk_id)
         if entry is None or not isinstance(entry.extent.file, GrantedFile) or entry.nullable:
             return self.get(chunk_id)
         if entry.corrupt or (not entry.verified and self.get(chunk_id) is None):
@@ -190,7 +196,7 @@ class Shard:
         try:
             return entry.extent.part(entry, row, rows)
         except Torn:
-            self._damaged(chunk_id, entry)
+            self.index.damaged(chunk_id, entry)
         except (ValueError, OSError):
             if not entry.extent.retired and not self._closed:
                 raise
@@ -198,7 +204,7 @@ class Shard:
 
     def located(self, chunk_id: ChunkId) -> Entry | None:
         """Where an attached chunk is, verified; None: not here, not attached, or damaged."""
-        entry = self._index.get(chunk_id)
+        entry = self._entries.get(chunk_id)
         if entry is None or not entry.pinned or entry.corrupt:
             return None
         if not entry.verified and self.get(chunk_id) is None:
@@ -207,13 +213,8 @@ class Shard:
 
     def header(self, chunk_id: ChunkId) -> ChunkHeader | None:
         """The chunk's header, without touching its payload."""
-        entry = self._index.get(chunk_id)
+        entry = self._entries.get(chunk_id)
         return None if entry is None or entry.corrupt else entry.extent.header(chunk_id, entry)
-
-    def holds(self, chunk_id: ChunkId) -> bool:
-        """Whether the chunk is here and not known to be damaged."""
-        entry = self._index.get(chunk_id)
-        return entry is not None and not entry.corrupt
 
     def sha256(self, ids: Iterable[ChunkId]) -> str:
         """Digest, as hex, of these chunks' values one after another; of what is not here, nothing."""
@@ -224,88 +225,20 @@ class Shard:
                 digest.update(chunk.values.data)
         return digest.hexdigest()
 
-    def ids(self) -> list[ChunkId]:
-        with self._lock:
-            return list(self._index)
-
-    # -- attaching and letting go --------------------------------------------------------------
-
-    def pin(self, ids: Sequence[ChunkId]) -> list[ChunkId]:
-        """Mark chunks as attached to a step. Gives the ids that are missing; pins none if any is."""
-        with self._lock:
-            missing = [one for one in ids if (entry := self._index.get(one)) is None or entry.corrupt]
-            if not missing:
-                for chunk_id in ids:
-                    self._index[chunk_id].pinned = True
-                    self._unpinned.pop(chunk_id, None)
-            return missing
-
-    def unpin(self, ids: Iterable[ChunkId]) -> None:
-        """Their step did not commit after all."""
-        now = time.monotonic()
-        with self._lock:
-            for chunk_id in ids:
-                entry = self._index.get(chunk_id)
-                if entry is not None:
-                    entry.pinned = False
-                    self._unpinned[chunk_id] = now
-
-    def is_pinned(self, chunk_id: ChunkId) -> bool:
-        entry = self._index.get(chunk_id)
-        return entry is not None and entry.pinned
-
-    def drop(self, ids: Iterable[ChunkId]) -> None:
-        """Forget released chunks. Views that were given out stay valid."""
-        with self._lock:
-            for chunk_id in ids:
-                self._forget(chunk_id)
-
-    def drop_unpinned(self, ids: Iterable[ChunkId]) -> int:
-        """Forget those that no step attached; gives how many that were."""
-        with self._lock:
-            free = [chunk_id for chunk_id in ids if chunk_id in self._unpinned]
-            for chunk_id in free:
-                self._forget(chunk_id)
-            return len(free)
-
-    def keep_unpinned(self, ids: Iterable[ChunkId]) -> int:
-        """As if those that no step attached were put just now; gives how many that were."""
-        now = time.monotonic()
-        with self._lock:
-            kept = [chunk_id for chunk_id in ids if chunk_id in self._unpinned]
-            self._unpinned.update(dict.fromkeys(kept, now))
-            return len(kept)
-
-    def drop_orphans(self, ids: Iterable[ChunkId], older_than_s: float) -> int:
-        """Forget those that are orphans still, and were not kept meanwhile; gives how many that were."""
-        before = time.monotonic() - older_than_s
-        with self._lock:
-            gone = [one for one in ids if self._unpinned.get(one, before) < before]
-            for chunk_id in gone:
-                self._forget(chunk_id)
-            return len(gone)
-
-    def orphans(self, older_than_s: float) -> list[ChunkId]:
-        """Chunks that were put longer ago than that and are attached to nothing."""
-        before = time.monotonic() - older_than_s
-        with self._lock:
-            return [chunk_id for chunk_id, put_at in self._unpinned.items() if put_at < before]
-
     # -- upkeep --------------------------------------------------------------------------------
 
     def usage(self) -> ShardUsage:
-        with self._lock:
-            by_run: dict[tuple[str, str], int] = {}
-            for extent in self._extents:
-                place = (extent.key.run, extent.key.tier)
-                by_run[place] = by_run.get(place, 0) + extent.file.allocated_bytes
-            zombie_bytes = self._retention.zombie_bytes
-            recycled_bytes = self._recycling.kept_bytes
-            used_bytes = self._space.used_bytes - recycled_bytes
-            return ShardUsage(
-                used_bytes, self._space.capacity_bytes, recycled_bytes, zombie_bytes, len(self._extents),
-                len(self._index), self._corrupt, by_run, self._spaces.quotas(),
-            )  # fmt: skip
+        extents = self.index.list_extents()
+        by_run: dict[tuple[str, str], int] = {}
+        for extent in extents:
+            place = (extent.key.run, extent.key.tier)
+            by_run[place] = by_run.get(place, 0) + extent.file.allocated_bytes
+        recycled_bytes = self._recycling.kept_bytes
+        used_bytes = self._space.used_bytes - recycled_bytes
+        return ShardUsage(
+            used_bytes, self._space.capacity_bytes, recycled_bytes, self._retention.zombie_bytes,
+            len(extents), len(self._entries), self.index.corrupt, by_run, self._spaces.quotas(),
+        )  # fmt: skip
 
     def maintain(self) -> None:
         """Unlink extents without chunks, give back what nobody maps any more, make memory ready ahead."""
@@ -316,9 +249,7 @@ class Shard:
         self.grants.maintain()
         self._unlink_retired()
         self._recycling.expire()
-        with self._lock:
-            used = {extent.key for extent in self._extents}
-        self._streams.tidy(used)
+        self._streams.tidy({extent.key for extent in self.index.list_extents()})
 
     def note_lost(self, chunks: int, size: int) -> None:
         """What the catalog knows and recovery did not find: chunks, and bytes of payload."""
@@ -340,13 +271,12 @@ class Shard:
             finally:
                 stream.lock.release()
         self._unlink_retired()
-        for extent in self._extents:
+        for extent in self.index.extents:
             extent.file.unmap()
             extent.file.close()
         self._retention.close()
         self._recycling.clear()
-        self._index.clear()
-        self._extents.clear()
+        self.index.clear()
 
     def locked_stream(self, key: ExtentKey, field: Field) -> Stream:
         """Where the chunks of a key go, its lock held."""
@@ -356,14 +286,10 @@ class Shard:
         """The same; None where another writer has the lock."""
         return self._streams.locked_at_once(key, field, self._site)
 
-    def adopt(self, chunk_id: ChunkId, entry: Entry) -> None:
-        """Show a chunk that a client wrote."""
-        self._publish(chunk_id, entry)
-
     def seal_granted(self, extent: Extent) -> None:
         """No chunk is adopted in it any more."""
         extent.sealed = True
-        self._finished(extent)
+        self.index.finished(extent)
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -371,43 +297,19 @@ class Shard:
         for tier in ("memory", "disk"):
             self._roots.extents(tier).mkdir(parents=True, exist_ok=True)
         recovery = Recovery(self._roots, self._spaces)
-        now = time.monotonic()
         for recovered in recovery.extents():
             extent = recovered.extent
-            self._extents.add(extent)
             if isinstance(extent.file, GrantedFile):
                 self._left_granted.append((extent, extent.file))
             # They come in order of their numbers.
             self._streams.number_after(extent.key, extent.number)
-            for chunk_id, entry in recovered.located:
-                if chunk_id in self._index:
-                    # A second copy of the same chunk: the first one is kept.
-                    extent.chunks -= 1
-                    continue
-                self._index[chunk_id] = entry
-                self._unpinned[chunk_id] = now
+            self.index.recovered(extent, recovered.located)
         self._streams.find_empty()
         return recovery.report
 
-    def is_here(self, chunk_id: ChunkId, run: str, checksum: str) -> bool:
-        """Whether the same chunk is stored; raises ``Conflict`` where another one has its id."""
-        entry = self._index.get(chunk_id)
-        if entry is not None and entry.extent.key.run != run:
-            # What another run has stored is not told.
-            raise Conflict(f"chunk {chunk_id.hex}: this id cannot be used", id=chunk_id.hex)
-        if entry is None or entry.corrupt:
-            # A damaged chunk that comes again is stored again.
-            return False
-        if entry.checksum != checksum:
-            raise Conflict(
-                f"chunk {chunk_id.hex} is stored with checksum {entry.checksum}, the new one has {checksum}",
-                id=chunk_id.hex,
-            )
-        return True
-
     def publish(self, stream: Stream, chunk_id: ChunkId, entry: Entry) -> None:
         """Show a chunk that was completed in its place; the stream's lock is held."""
-        self._publish(chunk_id, entry)
+        self.index.publish(chunk_id, entry)
         self._after_append(stream, entry.extent)
 
     def withdraw(self, stored: Sequence[tuple[Stream, ChunkId, Entry]]) -> None:
@@ -424,62 +326,9 @@ class Shard:
             stream.make_spare()
         self._populator.look_after(extent)
 
-    def _publish(self, chunk_id: ChunkId, entry: Entry) -> None:
-        """Show a chunk whose bytes are complete."""
-        with self._lock:
-            damaged = self._index.get(chunk_id)
-            if damaged is not None:
-                self._forget(chunk_id)
-                entry.pinned = damaged.pinned
-            self._index[chunk_id] = entry
-            entry.extent.chunks += 1
-            if not entry.pinned:
-                self._unpinned[chunk_id] = time.monotonic()
-
-    def _damaged(self, chunk_id: ChunkId, entry: Entry) -> None:
-        with self._lock:
-            self._corrupt += not entry.corrupt
-            entry.corrupt = True
-        self._log.error("chunk is damaged", chunk=chunk_id.hex, path=str(entry.extent.file.path))
-
-    def _added(self, extent: Extent) -> None:
-        with self._lock:
-            self._extents.add(extent)
-
-    def _removed(self, extent: Extent) -> None:
-        with self._lock:
-            self._extents.discard(extent)
-
-    def _finished(self, extent: Extent) -> None:
-        with self._lock:
-            self._retire_if_empty(extent)
-
-    def _entries(self, extent: Extent) -> list[tuple[ChunkId, Entry]]:
-        """What a live extent holds that is not dropped."""
-        with self._lock:
-            found = [(chunk_id, self._index.get(chunk_id)) for chunk_id in extent.written]
-        return [(one, entry) for one, entry in found if entry is not None and entry.extent is extent]
-
-    def _forget(self, chunk_id: ChunkId) -> None:
-        """Take a chunk out of the index; the lock is held."""
-        entry = self._index.pop(chunk_id, None)
-        self._unpinned.pop(chunk_id, None)
-        if entry is None:
-            return
-        entry.extent.chunks -= 1
-        self._retire_if_empty(entry.extent)
-
-    def _retire_if_empty(self, extent: Extent) -> None:
-        """Queue it once, whoever of its writer and its droppers is last; the lock is held."""
-        if extent.chunks == 0 and extent.sealed and not extent.retired:
-            extent.retired = True
-            self._retired.append(extent)
-
     def _unlink_retired(self) -> None:
         """Take names away from extents without chunks, and reclaim those that nobody maps any more."""
-        with self._lock:
-            retired, self._retired = self._retired, []
-            self._extents.difference_update(retired)
+        retired = self.index.take_retired()
         self._retention.retire(retired)
         for extent in retired:
             self._streams.emptied(extent.key)

@@ -85,6 +85,19 @@ def metadata_json(metadata: object) -> str:
     return text
 
 
+def chunk_header(bundle_id: str, index: int, nbytes: int, run: str, epoch: int) -> ChunkHeader:
+    """The header of a bundle's chunk by its number, for bytes that are not there yet."""
+    return ChunkHeader(
+        id=chunk_id(bundle_id, index).hex,
+        run=run,
+        epoch=epoch,
+        field=BUNDLE_FIELD.name,
+        start=index,
+        rows=nbytes,
+        checksum=UNKNOWN_CHECKSUM,
+    )
+
+
 def checksummed(header: ChunkHeader, values: npt.NDArray[np.uint8]) -> ChunkHeader:
     """The header of a chunk of these bytes, with their checksum."""
     parts = (header.chunk_id, header.run, header.epoch, header.field, header.start)

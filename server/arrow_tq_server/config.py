@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field as Setting, ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic import BeforeValidator, Field as Setting
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from arrow_tq_schemas.chunks import explain
+from arrow_tq.settings import load_settings
 from arrow_tq_schemas.errors import InvalidInput
 
 ENV_PREFIX = "ARROW_TQ_"
@@ -205,30 +199,7 @@ def load(flags: Mapping[str, object], file: Path | None = None) -> ServerConfig:
     Raises:
         InvalidInput: an unknown setting or a value that does not fit, naming it; an unreadable file.
     """
-
-    class Sources(ServerConfig):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            if file is None:
-                return init_settings, env_settings
-            return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=file)
-
-    if file is not None and not os.access(file, os.R_OK):
-        raise InvalidInput(f"config file {str(file)!r}: cannot be read")
-    given = {name: value for name, value in flags.items() if value is not None}
-    try:
-        config = Sources(**given)  # type: ignore[arg-type]
-    except ValidationError as error:
-        raise InvalidInput(f"setting {explain(error)}") from None
-    except ValueError as error:
-        raise InvalidInput(f"config file {str(file)!r}: {error}") from None
+    config = load_settings(ServerConfig, flags, file)
     _check_doors(config)
     if (config.role == "shard") != (config.join is not None):
         raise InvalidInput(

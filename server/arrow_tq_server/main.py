@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from arrow_tq_schemas.errors import ArrowTQError, InvalidInput
+from arrow_tq.settings import assigned
+from arrow_tq_schemas.errors import ArrowTQError
 from arrow_tq_server.config import load
 from arrow_tq_server.process import run
 
@@ -61,12 +62,7 @@ def serve(
         "log_level": log_level,
     }
     try:
-        for item in setting or ():
-            name, equals, value = item.partition("=")
-            if not equals:
-                raise InvalidInput(f"--set {item!r}: expected NAME=VALUE")
-            flags[name] = value
-        loaded = load(flags, config)
+        loaded = load(flags | assigned(setting or ()), config)
     except ArrowTQError as error:
         sys.stderr.write(f"arrow-tq serve: {error.code}: {error.message}\n")
         raise typer.Exit(2) from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import os
 import signal
 import sys
@@ -15,11 +14,11 @@ from pathlib import Path
 
 import pyarrow as pa
 import structlog
-from structlog.tracebacks import ExceptionDictTransformer
 
 from arrow_tq.client.address import check_url
 from arrow_tq.client.cluster import boot_id
 from arrow_tq.client.tls import Tls as ClientTls
+from arrow_tq.logs import log_json
 from arrow_tq.sql import SqlLimits
 from arrow_tq.store import Engine, EngineConfig
 from arrow_tq.store.cluster.shard_engine import ShardEngine, ShardEngineConfig
@@ -267,20 +266,3 @@ def _within(timeout_s: float, call: Callable[[], None], name: str) -> bool:
     if failed:
         structlog.get_logger("arrow_tq.server").error("close failed", exc_info=failed[0])
     return not thread.is_alive() and not failed
-
-
-def log_json(level: str) -> None:
-    """Logs as JSON lines on standard error."""
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            # Not the standard formatter: sys.tracebacklimit, our backstop, would empty its tracebacks.
-            structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )

@@ -11,6 +11,7 @@ from arrow_tq.calls import read_table
 from arrow_tq_schemas import errors
 from arrow_tq_schemas.commands import (
     AbortSession,
+    CommitBundle,
     Discard,
     Done,
     FinalizeSession,
@@ -267,6 +268,10 @@ class TestChanges:
         scene.session("seen")
         scene.commit(scene.step("seen", "one", blobs=[scene.blob(b"png")]))
         scene.claim(task="actor")
+        bundle_id = scene.receipt().chunks[0].id
+        scene.catalog.execute(
+            CommitBundle(run="demo", epoch=0, bundle_id=bundle_id, chunks=1, rows=1, bytes=4, fields=["x"])
+        )
         seen = {}
         for table, schema in TABLES.items():
             rows, seen[table] = scene.catalog.changes(table, "demo", 0)

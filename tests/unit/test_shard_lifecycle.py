@@ -107,12 +107,12 @@ def test_an_entry_looked_up_before_its_drop_reads_as_gone(tmp_path: Path) -> Non
     chunk = random_chunk(ROWS, 10, 1)
     chunk_id = chunk.header.chunk_id
     shard.put(ROWS, chunk, "process")
-    entry = shard._index[chunk_id]
+    entry = shard.index.entries[chunk_id]
     shard.drop([chunk_id])
     shard.maintain()
-    shard._index[chunk_id] = entry
+    shard.index.entries[chunk_id] = entry
     assert shard.get(chunk_id) is None
-    del shard._index[chunk_id]
+    del shard.index.entries[chunk_id]
     shard.close()
 
 
@@ -120,21 +120,21 @@ def test_an_entry_of_a_file_that_another_extent_took_over_reads_as_gone(tmp_path
     shard = Shard(config(tmp_path, seal_idle_s=0.0, recycle_bytes=64 << 20))
     first, second = random_chunk(ROWS, 1000, 1), random_chunk(ROWS, 1000, 2)
     shard.put(ROWS, first, "process")
-    entry = shard._index[first.header.chunk_id]
+    entry = shard.index.entries[first.header.chunk_id]
     shard.drop([first.header.chunk_id])
     shard.maintain()
     shard.put(ROWS, second, "process")
-    assert shard._index[second.header.chunk_id].extent.file is entry.extent.file
-    shard._index[first.header.chunk_id] = entry
+    assert shard.index.entries[second.header.chunk_id].extent.file is entry.extent.file
+    shard.index.entries[first.header.chunk_id] = entry
     assert shard.get(first.header.chunk_id) is None
-    del shard._index[first.header.chunk_id]
+    del shard.index.entries[first.header.chunk_id]
     shard.close()
 
 
 def test_memory_made_ready_while_an_extent_is_sealed_is_not_kept(tmp_path: Path) -> None:
     shard = Shard(config(tmp_path))
     shard.put(ROWS, random_chunk(ROWS, 1000, 1), "process")
-    (extent,) = shard._extents
+    (extent,) = shard.index.extents
     shard.close()
     extent.file.grow(64 << 20, 4 << 20)
     assert extent.file.path.stat().st_size < 64 << 10

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from arrow_tq.tokens import TOKEN_VARIABLE
 from arrow_tq_schemas.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -13,9 +14,6 @@ if TYPE_CHECKING:
 
     from arrow_tq.interface import Store
     from arrow_tq.trainer.batch import Batch
-
-TOKEN_VARIABLE = "ARROW_TQ_TOKEN"
-"""Where a worker finds the bearer token: a pointer carries none."""
 
 
 @dataclass(frozen=True, slots=True)

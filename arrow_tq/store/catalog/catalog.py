@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import pyarrow as pa
@@ -13,15 +13,10 @@ from arrow_tq.calls import write_table
 from arrow_tq.store.catalog import (
     bundle_rows,
     changes,
-    discards,
-    late_fields,
     leases,
-    marks,
     records,
-    runs as run_rows,
     segments,
     sessions,
-    tree,
 )
 from arrow_tq.store.catalog.blob_plans import check_size
 from arrow_tq.store.catalog.blobs import find_blob
@@ -36,25 +31,17 @@ from arrow_tq.store.catalog.finalize import compose_session, store_segments
 from arrow_tq.store.catalog.gauges import read_gauges
 from arrow_tq.store.catalog.keeping import Keeping
 from arrow_tq.store.catalog.late_values import prepare_values, store_values
-from arrow_tq.store.catalog.paths import TokenPath, TokenPaths
+from arrow_tq.store.catalog.operations import Operations
 from arrow_tq.store.catalog.requests import answered, once
 from arrow_tq.store.catalog.run_gauges import RunGauges, read_run_gauges
 from arrow_tq.store.catalog.runs import CommittedRuns, WriterRuns
-from arrow_tq.store.catalog.step_plans import StepPlan, plan_step
-from arrow_tq.store.catalog.steps import commit_step, find_receipts
+from arrow_tq.store.catalog.step_commits import StepCommits
 from arrow_tq.store.catalog.waiting import Waiters
-from arrow_tq.store.catalog.writer import Again, Apply, Outcome, Writer
+from arrow_tq.store.catalog.writer import Again, Apply, Writer
 from arrow_tq_schemas.commands import (
-    AbandonStep,
-    AbortSession,
-    AddField,
     AttachClaim,
     Claim,
-    CloseGroup,
     Command,
-    CommitBundle,
-    DeleteBundle,
-    Discard,
     Empty,
     FinalizeSession,
     FindBlob,
@@ -64,24 +51,14 @@ from arrow_tq_schemas.commands import (
     ListSegments,
     Mark,
     Mutation,
-    OpenBundleRun,
     OpenRun,
-    OpenSession,
     PutValues,
-    ReleaseClaim,
-    RenewClaim,
     Reply,
-    Rewind,
     RunInfo,
-    SetPolicyVersion,
-    StepCommit,
-    StepResult,
-    UpdateSegments,
     Wire,
 )
-from arrow_tq_schemas.errors import ArrowTQError, Busy, InvalidInput, Unsupported
+from arrow_tq_schemas.errors import Busy, InvalidInput, Unsupported
 from arrow_tq_schemas.ids import ChunkId
-from arrow_tq_schemas.receipts import Receipt
 
 Result = TypeVar("Result")
 FINALIZE_TRIES_MAX = 20
@@ -114,12 +91,20 @@ class Catalog:
         self._checkpointer = open_checkpointer(config.path)
         self._runs = CommittedRuns(self._readers)
         self._writer_runs = WriterRuns()
-        self._paths = TokenPaths(config.paths_cached_max, config.path_spans_cached_max)
+        self._operations = Operations(
+            *(self._readers, self._runs, self._writer_runs, self._pins, config.keep_marks)
+        )
+        self._steps = StepCommits(
+            *(config, self._readers, self._writer, self._runs, self._writer_runs, chunks, on_released)
+        )
+        # Bound methods: nothing is added to what is called for each step.
+        self.commit_steps = self._steps.commit_steps
+        self.token_path = self._steps.token_path
+        self.step_receipts = self._steps.step_receipts
         self._claiming = Claiming(self._readers, self._runs, self._writer_runs, self._waiters, self._mutate)
         self.keeping = Keeping(self._readers, self._run)
         """What marks keep of what was released."""
         self._upkeep = threading.Lock()
-        self._commits = 0
         self._gauges: tuple[float, CatalogGauges] | None = None
         self._closed = False
         with self._readers.snapshot() as connection:
@@ -161,54 +146,12 @@ class Catalog:
             raise Unsupported(f"the catalog does not answer {command.verb!r}")
         if isinstance(command, OpenRun) and command.durability == "disk":
             self._writer.require_full_sync()
-        body = self._mutate(once(command, self._operation(command)))
+        body = self._mutate(once(command, self._operations.operation(command)))
         if isinstance(command, Mark):
             self.keeping.free_spent()
         if isinstance(command, AttachClaim):
             return Reply(body=body, blobs=[self._claim_table(command.run, command.claim_id)])
         return Reply(body=body)
-
-    def _operation(self, command: Mutation) -> Apply[Wire]:
-        """What a command does in the writer."""
-        runs = self._writer_runs
-        if isinstance(command, OpenRun):
-            return lambda change: run_rows.open_run(change, runs, self._runs, command)
-        if isinstance(command, AddField):
-            return lambda change: late_fields.add_field(change, runs, self._runs, command)
-        if isinstance(command, OpenBundleRun):
-            return lambda change: run_rows.open_bundle_run(change, runs, self._runs, command)
-        if isinstance(command, CommitBundle):
-            return lambda change: bundle_rows.commit_bundle(
-                change, runs.get(change, command.run), command, self._pins
-            )
-        if isinstance(command, DeleteBundle):
-            return lambda change: bundle_rows.delete_bundle(change, runs.get(change, command.run), command)
-        if isinstance(command, SetPolicyVersion):
-            return lambda change: run_rows.set_policy_version(change, runs, self._runs, command)
-        if isinstance(command, OpenSession):
-            return lambda change: sessions.open_session(change, runs, command)
-        if isinstance(command, CloseGroup):
-            return lambda change: sessions.close_group(change, runs, command)
-        if isinstance(command, AbandonStep):
-            return lambda change: tree.abandon_step(change, runs, command)
-        if isinstance(command, AbortSession):
-            return lambda change: discards.abort_session(change, runs, command)
-        if isinstance(command, AttachClaim):
-            return lambda change: leases.attach(change, runs, command)
-        if isinstance(command, RenewClaim):
-            return lambda change: leases.renew(change, runs, command)
-        if isinstance(command, ReleaseClaim):
-            return lambda change: leases.release(change, runs, command)
-        if isinstance(command, UpdateSegments):
-            return lambda change: segments.update_segments(change, runs, command)
-        if isinstance(command, Mark):
-            return lambda change: marks.mark(change, runs, command, self._config.keep_marks)
-        if isinstance(command, Rewind):
-            return lambda change: marks.rewind(change, runs, self._runs, command)
-        if isinstance(command, Discard):
-            clause = self._clause(command.run, command.where)
-            return lambda change: discards.discard(change, runs, command, clause)
-        raise Unsupported(f"the catalog does not answer {command.verb!r}")
 
     def claim(self, command: Claim, is_gone: Callable[[], bool] = lambda: False) -> Reply:
         """Answer a claim; nothing is taken for a claimer that ``is_gone`` after it waited."""
@@ -264,57 +207,6 @@ class Catalog:
         with self._readers.snapshot() as connection:
             table = segments.list_segments(connection, run, command)
         return Reply(body=Empty(), blobs=[write_table(table)])
-
-    # -- steps ---------------------------------------------------------------------------------
-
-    def commit_steps(
-        self, commits: Sequence[StepCommit], rewrites: Mapping[tuple[str, str, str], int]
-    ) -> list[StepResult]:
-        """Commit each step atomically by itself, in order; errors are in the results.
-
-        Args:
-            commits: whole steps; those of one session in their order.
-            rewrites: by run, session and step id, the first position whose token ids differ from those
-                on the step's path.
-        """
-        results: list[StepResult | None] = [None] * len(commits)
-        planned: list[int] = []
-        applies: list[Apply[int]] = []
-        for index, commit in enumerate(commits):
-            try:
-                plan = self._plan(commit, rewrites)
-            except ArrowTQError as error:
-                results[index] = _failed(commit, error)
-                continue
-            planned.append(index)
-            applies.append(commit_step(plan, self._writer_runs, self._pins))
-        outcomes = self._writer.run(applies) if applies else []
-        released = [chunk_id for outcome in outcomes for chunk_id in outcome.released]
-        if released:
-            self._on_released(released)
-        for index, outcome in zip(planned, outcomes, strict=True):
-            results[index] = self._step_result(commits[index], outcome)
-        return [result for result in results if result is not None]
-
-    def token_path(self, commit: StepCommit) -> tuple[TokenPath, int]:
-        """The token ids before a step that is to be committed, on its own path; and the session's steps.
-
-        Raises:
-            NotFound: no such run, session or parent.
-            Conflict: nothing can follow its parent.
-        """
-        run = self._runs.get(commit.run)
-        with self._readers.snapshot() as connection:
-            session = sessions.get_session(connection, run, commit.session_id)
-            parent = tree.find_parent(connection, session, commit.step_id, commit.parent, commit.retry_of)
-            return self._paths.read(connection, session.id, parent), session.steps
-
-    def step_receipts(self, run: str, session_id: str, step_id: str) -> list[Receipt]:
-        """What a committed step attached; nothing where there is no such step."""
-        record = self._runs.get(run)
-        with self._readers.snapshot() as connection:
-            session = sessions.get_session(connection, record, session_id)
-            return find_receipts(connection, session.id, step_id, run)
 
     # -- what others ask -----------------------------------------------------------------------
 
@@ -386,7 +278,7 @@ class Catalog:
         if known is not None and now_s - known[0] < self._config.gauges_ttl_s:
             return known[1]
         with self._readers.snapshot() as connection:
-            gauges = read_gauges(connection, self._waiters.waiting, self._commits)
+            gauges = read_gauges(connection, self._waiters.waiting, self._steps.committed)
         self._gauges = now_s, gauges
         return gauges
 
@@ -437,32 +329,7 @@ class Catalog:
     def _mutate(self, apply: Apply[Wire]) -> Wire:
         return self._run(apply)
 
-    def _plan(self, commit: StepCommit, rewrites: Mapping[tuple[str, str, str], int]) -> StepPlan:
-        try:
-            run = self._runs.get(commit.run)
-            rewrite_at = rewrites.get((commit.run, commit.session_id, commit.step_id))
-            return plan_step(run, commit, rewrite_at, self._pins, self._config.blob_bytes_max)
-        except UnicodeEncodeError as error:
-            raise InvalidInput(f"step: text with a lone surrogate at {error.start}") from None
-
-    def _step_result(self, commit: StepCommit, outcome: Outcome[int]) -> StepResult:
-        if outcome.error is not None:
-            return _failed(commit, outcome.error)
-        self._commits += 1
-        assert outcome.value is not None
-        return StepResult.model_construct(step_id=commit.step_id, step_index=outcome.value, error=None)
-
-    def _clause(self, run: str, where: str | None) -> segments.Clause:
-        run_id = self._runs.get(run).id
-        with self._readers.snapshot() as connection:
-            return segments.where_sql(where, read_kinds(connection, "segments", run_id))
-
     def _claim_table(self, run: str, claim_id: str) -> bytes:
         record = self._runs.get(run)
         with self._readers.snapshot() as connection:
             return claim_table(connection, record, claim_id)
-
-
-def _failed(commit: StepCommit, error: ArrowTQError | Again) -> StepResult:
-    assert isinstance(error, ArrowTQError)
-    return StepResult(step_id=commit.step_id, error=error.to_wire())

@@ -10,32 +10,28 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from arrow_tq.backend import Read, Rows
-from arrow_tq.client.connection import Connection
 from arrow_tq.client.options import ClientOptions
-from arrow_tq.client.shard_reads import Reader, no_such_shard, read_shards, shard_numbers, unreadable
+from arrow_tq.client.shard_reads import read_shards, shard_numbers
 from arrow_tq.client.tls import Tls
 from arrow_tq.logs import logger
 from arrow_tq.store.cluster.outbox import Outbox
-from arrow_tq.store.cluster.shard_link import FieldOf, ShardLink, header_of, out_of_reach
+from arrow_tq.store.cluster.shard_link import FieldOf, header_of
+from arrow_tq.store.cluster.shard_links import FarPlaces, ShardLinks
 from arrow_tq.store.cluster.shard_map import OWN_NUMBER, ShardMap
 from arrow_tq.store.holding import Attached, OwnReader, of_run
 from arrow_tq.store.shard import Shard
 from arrow_tq.store.shard_config import ShardUsage
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader
 from arrow_tq_schemas.cluster import Beat, ClusterMap, ConfirmedChunk, JoinCluster, Joined, News
-from arrow_tq_schemas.errors import ArrowTQError, ChunkLost, Unavailable
+from arrow_tq_schemas.errors import ArrowTQError, Unavailable
 from arrow_tq_schemas.ids import ChunkId
 
 RELEASE_S = 1.0
 """How long a release waits for the shards to let go; they do so afterwards in any case."""
-LINKS_MAX = 64
-"""Shards asked at the same time at most."""
-_COUNTED_HERE = frozenset({"capacity_bytes", "used_bytes", "joined"})
 
 
 @dataclass(slots=True)
@@ -68,26 +64,20 @@ class ShardSet:
         self.map = shard_map
         self.holds_own = holds_own
         self._own = own
-        self._token = token
-        self._tls = tls
-        self._options = options
+        self._links = ShardLinks(shard_map, token, tls, options)
+        self.link = self._links.link
+        self.far_stats = self._links.stats
+        self.close = self._links.close
         self._outbox = Outbox(shard_map.catalog)
         self._lock = threading.Lock()
         self._held: dict[ChunkId, _Held] = {}
         self._dropping: set[ChunkId] = set()
-        self._links: dict[int, ShardLink] = {}
         self._fields: FieldOf | None = None
-        self._asking = ThreadPoolExecutor(LINKS_MAX, thread_name_prefix="arrow-tq-shards")
         self._log = logger("arrow_tq.cluster")
 
     def use_fields(self, fields: FieldOf) -> None:
         """Who knows the declared fields."""
         self._fields = fields
-
-    def close(self) -> None:
-        """Let go of threads and connections."""
-        self._asking.shutdown(wait=False, cancel_futures=True)
-        self._links.clear()
 
     def cluster_map(self) -> ClusterMap:
         """The map as it is now."""
@@ -101,16 +91,6 @@ class ShardSet:
             values[f"shard_up{label}"] = float(self.map.is_up(member.number))
             values[f"shard_used_bytes{label}"] = member.used_bytes
             values[f"shard_capacity_bytes{label}"] = member.capacity_bytes
-        return values
-
-    def far_stats(self) -> dict[str, float]:
-        """What the far shards that are up count themselves, added up by name; asks each of them."""
-        values: dict[str, float] = {}
-        up = [one.number for one in self.map.members() if self.map.is_up(one.number)]
-        for found in self._asking.map(self._stats, up):
-            for name, value in found.items():
-                if name not in _COUNTED_HERE:
-                    values[name] = values.get(name, 0.0) + value
         return values
 
     # -- the shards' calls ---------------------------------------------------------------------
@@ -144,7 +124,7 @@ class ShardSet:
                 held.commits += 1
                 held.doomed = held.doomed or chunk_id in self._dropping
         try:
-            for _ in self._asking.map(self._confirm, wanted):
+            for _ in self._links.ask_all(self._confirm, wanted):
                 pass
             yield
         finally:
@@ -283,7 +263,7 @@ class ShardSet:
             # A commit that has them confirmed meanwhile finds them here, and does without.
             self._dropping |= going
         try:
-            return count + self._tend_all(far, run, keep=False)
+            return count + self._links.tend_all(far, run, keep=False)
         finally:
             with self._lock:
                 self._dropping -= going
@@ -291,13 +271,13 @@ class ShardSet:
     def keep(self, run: str, ids: Iterable[ChunkId]) -> int:
         by_number = _by_number(ids)
         count = self._own.keep_unpinned(of_run(self._own, run, by_number.pop(OWN_NUMBER, [])))
-        return count + self._tend_all(by_number, run, keep=True)
+        return count + self._links.tend_all(by_number, run, keep=True)
 
     def read(self, request: Read, own: OwnReader) -> Iterator[Rows]:
         """Through this process: for callers that do not go to the shards themselves."""
         if not shard_numbers(request.spans).any():
             return own(request)
-        return read_shards(_Places(self, own), request)
+        return read_shards(FarPlaces(self._links, own), request)
 
     def usage(self) -> ShardUsage:
         """This process's shard, where it holds any, and the far ones that are up."""
@@ -312,65 +292,6 @@ class ShardSet:
     def make_room(self) -> bool:
         """Here alone: far shards look after themselves."""
         return self._own.make_room()
-
-    # -- inside --------------------------------------------------------------------------------
-
-    def _stats(self, number: int) -> dict[str, float]:
-        try:
-            return self.link(number).stats()
-        except Unavailable:
-            return {}
-
-    def _tend_all(self, far: dict[int, list[ChunkId]], run: str, keep: bool) -> int:
-        return sum(self._asking.map(lambda number: self._tend(number, far[number], run, keep), far))
-
-    def _tend(self, number: int, chunks: list[ChunkId], run: str, keep: bool) -> int:
-        if not chunks or self.map.member(number) is None:
-            return 0
-        try:
-            return self.link(number).tend(run, chunks, keep)
-        except Unavailable as error:
-            # What is not freed now is reaped by its shard.
-            self._log.info("shard not tended", number=number, error=error.message)
-            return 0
-
-    def link(self, number: int) -> ShardLink:
-        """Raises ``Unavailable`` where the shard is down, ``ChunkLost`` where it never was."""
-        member = self.map.member(number)
-        if member is None:
-            raise ChunkLost(f"there is no shard {number}", shard=number)
-        if not self.map.is_up(number):
-            raise out_of_reach(number, member.server.url, "its lease ran out")
-        with self._lock:
-            link = self._links.get(number)
-            if link is None or link.member.epoch != member.epoch:
-                connection = Connection(member.server.url, self._token, self._options, self._tls)
-                link = self._links[number] = ShardLink(member, connection, self.map.lost_touch)
-            return link
-
-
-class _Places:
-    """Implements ``shard_reads.Shards`` for reads through the catalog's process."""
-
-    def __init__(self, shards: ShardSet, own: OwnReader) -> None:
-        self._shards = shards
-        self._own = own
-
-    def reader(self, number: int) -> Reader:
-        return self._own if number == OWN_NUMBER else lambda request: self._far(number, request)
-
-    def is_down(self, number: int) -> str | None:
-        member = self._shards.map.member(number)
-        return None if member is None or self._shards.map.is_up(number) else member.server.url
-
-    def _far(self, number: int, request: Read) -> Iterator[Rows]:
-        member = self._shards.map.member(number)
-        if member is None:
-            raise no_such_shard(number, request)
-        try:
-            yield from self._shards.link(number).read(request)
-        except Unavailable as error:
-            raise unreadable(number, member.server.url, request, error.message) from None
 
 
 def _by_number(ids: Iterable[ChunkId]) -> dict[int, list[ChunkId]]:
