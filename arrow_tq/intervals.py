@@ -80,6 +80,11 @@ def restrict(spans: Spans, ranges: Ranges) -> Spans:
 
 def gaps(spans: Spans, ranges: Ranges) -> Ranges:
     """Holes: the parts of ``ranges`` that ascending ``spans`` leave uncovered."""
+    if len(spans) == 1 and len(ranges) == 1:
+        # Most fields of most segments: one chunk, and all of the domain.
+        (start, end), (span,) = ranges[0].tolist(), spans[["start", "rows"]].tolist()
+        if span[0] <= start and end <= span[0] + span[1]:
+            return ranges[:0]
     return subtract(union(ranges), np.stack([spans["start"], ends_of(spans)], axis=1))
 
 
@@ -111,6 +116,8 @@ def union(ranges: Ranges) -> Ranges:
 
 def subtract(ranges: Ranges, taken: Ranges) -> Ranges:
     """The parts of ascending ``ranges`` outside ascending ``taken``."""
+    if not len(taken) or not len(ranges):
+        return union(ranges)
     lowest, highest = np.iinfo(np.int64).min, np.iinfo(np.int64).max
     starts = np.concatenate([[lowest], taken[:, 1]])
     ends = np.concatenate([taken[:, 0], [highest]])

@@ -74,9 +74,8 @@ class Manifest:
             values["versions"] = [list(one) for one in self.versions]
         head = json.dumps(values, separators=(",", ":")).encode()
         spans = np.concatenate([np.empty(0, SPAN_DTYPE), *self.spans.values()])
-        names = ("start", "high", "low", "row", "rows")
-        columns = [_pack(spans[name].astype(np.uint64)) for name in names]
-        return head, b"".join([*columns, _pack(self.owned["high"]), _pack(self.owned["low"])])
+        columns = _pack(spans, ("start", "high", "low", "row", "rows"))
+        return head, columns + _pack(self.owned, ("high", "low"))
 
     @classmethod
     def decode(cls, raw: bytes) -> Manifest:
@@ -135,9 +134,13 @@ def ranges(pairs: object) -> npt.NDArray[np.int64]:
     return np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
 
 
-def _pack(column: npt.NDArray[np.uint64]) -> bytes:
-    delta = np.diff(column, prepend=np.uint64(0)).astype("<u8")
-    return delta.view(np.uint8).reshape(-1, 8).T.tobytes()
+def _pack(records: npt.NDArray[np.void], names: Sequence[str]) -> bytes:
+    """Some columns of records, one after the other: all at once, as most manifests have few spans."""
+    delta = np.zeros((len(names), len(records)), "<u8")
+    for place, name in enumerate(names):
+        delta[place] = records[name]
+    delta[:, 1:] -= delta[:, :-1].copy()
+    return delta.view(np.uint8).reshape(len(names), len(records), 8).transpose(0, 2, 1).tobytes()
 
 
 def _unpack(raw: bytes) -> npt.NDArray[np.uint64]:

@@ -137,7 +137,7 @@ def store_segments(
         release_unheld(change, session.id)
         _end(change, session, lasting=bool(tasks) or not composed.segments)
         change.wakes = True
-        return _infos(change, session, command.view)
+        return _composed_infos(session, composed)
 
     return apply
 
@@ -248,6 +248,22 @@ def _finalized_before(
             status=FINALIZED,
         )
     return _infos(change, session, command.view)
+
+
+def _composed_infos(session: SessionRow, composed: Composition) -> SegmentInfos:
+    """What ``_infos`` reads, without reading it."""
+    infos = [
+        SegmentInfo.model_construct(
+            segment_id=segment.manifest.segment_id,
+            session_id=session.session_id,
+            num_tokens=segment.manifest.num_tokens,
+            loss_tokens=segment.loss_tokens,
+            complete_fields=list(segment.complete_fields),
+            finish_reason=segment.finish_reason,
+        )
+        for segment in composed.segments
+    ]
+    return SegmentInfos.model_construct(segments=infos)
 
 
 def _infos(change: Change, session: SessionRow, view: str) -> SegmentInfos:
