@@ -194,7 +194,7 @@ class FlightBackend:
     def bundle_writer(self, run: RunInfo) -> FlightBundleWriter:
         link, options = self._link(), self._options
         bound = options.bundle_staging_bytes_max
-        return FlightBundleWriter(self, link.puts, link.staging, run, bound, options.put_room_s)
+        return FlightBundleWriter(self, link.cluster, link.staging, run, bound, options.put_room_s)
 
     def end_lease(self, run: str, lease_id: str) -> None:
         # It expires by itself where nobody can be told.

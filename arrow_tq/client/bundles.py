@@ -9,9 +9,8 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from arrow_tq.backend import Backend, Fill
-from arrow_tq.client.pending import PendingPut
-from arrow_tq.client.puts import Puts
+from arrow_tq.backend import Backend, Fill, PutHandle
+from arrow_tq.client.cluster import Cluster
 from arrow_tq_schemas.bundles import BUNDLE_FIELD, checksummed, chunk_header, chunk_id
 from arrow_tq_schemas.chunks import Chunk
 from arrow_tq_schemas.commands import DropChunks, RunInfo
@@ -46,28 +45,31 @@ class Staging:
 
 
 class FlightBundleWriter:
-    """Implements ``BundleWriter``: gathers, hashes and hands over, while other blocks travel."""
+    """Implements ``BundleWriter``: gathers, hashes and hands over, while other blocks travel.
+
+    All chunks of a bundle are on one shard, which its id says.
+    """
 
     chunk_bytes = CHUNK_BYTES
 
     def __init__(
         self,
         backend: Backend,
-        puts: Puts,
+        cluster: Cluster,
         staging: Staging,
         info: RunInfo,
         staging_bytes_max: int,
         wait_s: float,
     ) -> None:
         self._backend = backend
-        self._puts = puts
+        self._cluster = cluster
         self._staging = staging
         self._info = info
         self._staging_bytes_max = staging_bytes_max
         self._wait_s = wait_s
-        self.bundle_id = IdSeries().next(0).hex
+        self.bundle_id = IdSeries().next(cluster.place()).hex
         self._written = 0
-        self._travelling: deque[tuple[PendingPut, Memory]] = deque()
+        self._travelling: deque[tuple[PutHandle, Memory]] = deque()
         self._travelling_bytes = 0
 
     def write(self, nbytes: int, fill: Fill) -> None:
@@ -79,7 +81,7 @@ class FlightBundleWriter:
         header = chunk_header(self.bundle_id, self._written, nbytes, self._info.run, self._info.epoch)
         header = checksummed(header, values)
         self._written += 1
-        handle = self._puts.put(BUNDLE_FIELD, [Chunk(header, values, None)])
+        handle = self._cluster.put(BUNDLE_FIELD, [Chunk(header, values, None)])
         self._travelling.append((handle, block))
         self._travelling_bytes += len(block)
 

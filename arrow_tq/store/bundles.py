@@ -11,6 +11,7 @@ import numpy as np
 
 from arrow_tq.backend import Fill
 from arrow_tq.store.catalog import Catalog
+from arrow_tq.store.holding import Attached, ChunkHolder
 from arrow_tq.store.shard import Shard
 from arrow_tq_schemas.bundles import BUNDLE_FIELD, chunk_header, chunk_id
 from arrow_tq_schemas.chunks import ChunkHeader
@@ -25,8 +26,9 @@ from arrow_tq_schemas.commands import (
     Reply,
     RunInfo,
 )
-from arrow_tq_schemas.errors import Busy, ChunkLost
+from arrow_tq_schemas.errors import Busy, ChunkLost, ChunkPending, Unavailable
 from arrow_tq_schemas.ids import ChunkId, IdSeries
+from arrow_tq_schemas.receipts import stored_chunk, trusted_receipt
 
 CHUNK_BYTES = 32 << 20
 LEASES_MAX = 100_000
@@ -91,10 +93,17 @@ class Leases:
 
 
 class EngineBundles:
-    """Answers the bundle commands of an engine."""
+    """Answers the bundle commands of an engine.
 
-    def __init__(self, shard: Shard, catalog: Catalog) -> None:
+    Args:
+        shard: where bundles of this process are written.
+        chunks: chunks wherever they are.
+        catalog: which bundles there are.
+    """
+
+    def __init__(self, shard: Shard, chunks: ChunkHolder, catalog: Catalog) -> None:
         self._shard = shard
+        self._chunks = chunks
         self._catalog = catalog
         self.leases = Leases()
 
@@ -134,27 +143,27 @@ class EngineBundles:
         return values
 
     def _commit(self, command: CommitBundle) -> Reply:
+        with self._chunks.confirming(_attached(command)):
+            self._check_stored(command)
+            return self._catalog.execute(command)
+
+    def _check_stored(self, command: CommitBundle) -> None:
         for index in range(command.chunks):
             one = chunk_id(command.bundle_id, index)
-            header = self._shard.header(one)
+            header = self._chunks.header(one)
             if header is None or (header.run, header.field) != (command.run, BUNDLE_FIELD.name):
                 raise ChunkLost(
                     f"bundle {command.bundle_id}: chunk {index} of {command.chunks} is not stored in run "
                     f"{command.run!r}",
                     ids=[one.hex],
                 )
-        return self._catalog.execute(command)
 
     def _open(self, command: OpenBundle) -> Reply:
         # The lease comes first: a delete after it waits, and one before it is seen.
         lease_id = self.leases.take(command.bundle_id, command.lease_s)
         try:
             row = self._catalog.bundle(command.run, command.bundle_id)
-            first = ChunkId.from_hex(command.bundle_id)
-            chunk = self._shard.get(first)
-            if chunk is None:
-                raise ChunkLost(f"bundle {command.bundle_id}: its structure is corrupt", ids=[first.hex])
-            structure = chunk.values.tobytes()
+            structure = self._structure(ChunkId.from_hex(command.bundle_id))
         except BaseException:
             self.leases.end([lease_id])
             raise
@@ -168,6 +177,19 @@ class EngineBundles:
             lease_id=lease_id,
         )
         return Reply(body=info, blobs=[structure])
+
+    def _structure(self, first: ChunkId) -> bytes:
+        """Chunk 0; raises ``ChunkPending`` where its shard is away, ``ChunkLost`` where it is gone."""
+        try:
+            chunk = self._chunks.get(first)
+        except Unavailable as error:
+            message = f"bundle {first.hex}: {error.message}"
+            raise ChunkPending(message, **{**error.details, "ids": [first.hex]}) from None
+        if chunk is None:
+            raise ChunkLost(
+                f"bundle {first.hex}: its structure is not stored any more, or corrupt", ids=[first.hex]
+            )
+        return chunk.values.tobytes()
 
     def _delete(self, command: DeleteBundle) -> Reply:
         self._catalog.execute(command)
@@ -199,6 +221,21 @@ class EngineBundleWriter:
 
     def abandon(self) -> None:
         self._shard.drop_unpinned([chunk_id(self.bundle_id, index) for index in range(self._written)])
+
+
+def _attached(command: CommitBundle) -> list[Attached]:
+    """What publishing attaches on a shard far away; what is in this process is looked up in it."""
+    first = ChunkId.from_hex(command.bundle_id)
+    if not first.shard:
+        return []
+    ids = [chunk_id(command.bundle_id, index).hex for index in range(command.chunks)]
+    chunks = [stored_chunk(one, index, 1, 1, 1) for index, one in enumerate(ids)]
+    return [
+        (
+            command.run,
+            trusted_receipt(command.run, command.epoch, BUNDLE_FIELD.name, 0, len(chunks), chunks),
+        )
+    ]
 
 
 def receive_bundle_chunk(shard: Shard, header: ChunkHeader, values: np.ndarray, info: RunInfo) -> None:

@@ -116,7 +116,7 @@ class Engine:
         self._placer = EnginePlacer(self, self._shard)
         if isinstance(self._chunks, FarShards):
             self._chunks.use_fields(self.field)
-        self._bundles = EngineBundles(self._shard, self._catalog)
+        self._bundles = EngineBundles(self._shard, self._chunks, self._catalog)
         self._bundle_tables = BundleTables(self, self._catalog, config.sql.memory_bytes // 2)
         self._closing = threading.Lock()
         self._closed = False

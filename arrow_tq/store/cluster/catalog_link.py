@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from arrow_tq.client.connection import Connection
 from arrow_tq_schemas.blobs import BLOB_FIELD
+from arrow_tq_schemas.bundles import BUNDLE_FIELD
 from arrow_tq_schemas.cluster import (
     Beat,
     ChunkStates,
@@ -73,9 +74,11 @@ class CatalogLink:
             self._runs.clear()
 
     def field(self, run: str, name: str) -> Field:
-        """The declared field, or that of blobs; raises ``NotFound`` naming those that the run has."""
+        """The declared field, or that of blobs or bundles; raises ``NotFound`` naming those there are."""
         if name == BLOB_FIELD.name:
             return BLOB_FIELD
+        if name == BUNDLE_FIELD.name:
+            return BUNDLE_FIELD
         declared = {str(one["name"]): one for one in self.run_info(run).fields}
         if name not in declared:
             declared = {str(one["name"]): one for one in self._refreshed(run).fields}

@@ -14,6 +14,7 @@ from arrow_tq.client.options import ClientOptions
 from arrow_tq.client.shard_reads import shard_numbers
 from arrow_tq.client.tls import Tls
 from arrow_tq.logs import logger
+from arrow_tq.store.bundles import receive_bundle_chunk
 from arrow_tq.store.cluster.catalog_link import CatalogLink
 from arrow_tq.store.cluster.far_reads import FarReads
 from arrow_tq.store.cluster.membership import Membership
@@ -23,6 +24,7 @@ from arrow_tq.store.reading import Reader
 from arrow_tq.store.receiving import receive
 from arrow_tq.store.shard import Shard
 from arrow_tq.store.shard_config import ShardConfig
+from arrow_tq_schemas.bundles import BUNDLE_FIELD
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader
 from arrow_tq_schemas.cluster import (
     ConfirmChunks,
@@ -241,8 +243,12 @@ class ShardEngine:
                 f"chunk {header.id}: of shard {header.chunk_id.shard}, this is shard {number}"
             )
         info = self._catalog.run_info(stream.run, header.epoch)
-        chunk = receive(stream, self.field(stream.run, stream.field), info, header, batch)
-        self._shard.put(self.field(stream.run, stream.field), chunk, info.durability)
+        field = self.field(stream.run, stream.field)
+        chunk = receive(stream, field, info, header, batch)
+        if field is BUNDLE_FIELD:
+            receive_bundle_chunk(self._shard, header, chunk.values, info)
+        else:
+            self._shard.put(field, chunk, info.durability)
 
     def sync(self, run: str) -> None:
         """Return when what was put before is as durable as the run declares."""
