@@ -63,7 +63,13 @@ def test_a_store_on_one_node(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_store_on_three_nodes(nodes: Any, tmp_path: Path) -> None:
+    from arrow_tq.adapters import ray as on_ray
+
     whole_life(tmp_path, 3)
+    with pytest.raises(errors.Unavailable, match="finds no 9 nodes"):
+        on_ray.start(tmp_path / "data", name="large", nodes=9, settings=SETTINGS, ready_s=20)
+    with pytest.raises(errors.NotFound):
+        on_ray.connect("large")
 
 
 def whole_life(tmp_path: Path, count: int) -> None:
