@@ -6,6 +6,7 @@ import random
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -31,6 +32,25 @@ def free_port() -> int:
             except OSError:
                 continue
         return port
+
+
+def map_of(url: str) -> ClusterMap:
+    with arrow_tq.connect(url) as store:
+        return ask(store._backend, GetCluster(), ClusterMap)
+
+
+def wait_up(url: str, count: int) -> None:
+    """Return when so many shards of the catalog are up."""
+    end = time.monotonic() + JOIN_S
+    while (up := sum(one.up for one in map_of(url).shards)) != count:
+        assert time.monotonic() < end, f"{up} shards are up, not {count}"
+        time.sleep(0.1)
+
+
+def numbers_by_url(url: str, servers: Sequence[str]) -> list[int]:
+    """The shard number of each server."""
+    known = {one.servers[0].url: one.number for one in map_of(url).shards}
+    return [known[server] for server in servers]
 
 
 class Cluster:

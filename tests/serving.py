@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -21,7 +22,8 @@ class Server:
         http_url: where its HTTP port is.
     """
 
-    def __init__(self, data_dir: Path, memory_dir: Path, *arguments: str) -> None:
+    def __init__(self, data_dir: Path, memory_dir: Path, *arguments: str, prefix: Sequence[str] = ()) -> None:
+        """``prefix``: a command that runs the server, such as one that changes the network."""
         self.data_dir = data_dir
         self.memory_dir = memory_dir
         self.log = data_dir.with_name(f"{data_dir.name}.log")
@@ -30,7 +32,7 @@ class Server:
         ports = ["--host", "127.0.0.1", "--port", "0", "--http-port", "0"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "arrow_tq_server", *folders, *ports, *arguments],
+                [*prefix, sys.executable, "-m", "arrow_tq_server", *folders, *ports, *arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

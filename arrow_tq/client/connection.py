@@ -53,6 +53,13 @@ class Connection:
 
         return self.attempt(call, what, deadline_s)
 
+    def info(self, query: bytes, deadline_s: float) -> flight.FlightInfo:
+        """What a ``FlightQuery`` names, and where it is read."""
+        command = flight.FlightDescriptor.for_command(query)
+        return self.attempt(
+            lambda client: client.get_flight_info(command, self._call(deadline_s)), "flight info", deadline_s
+        )
+
     def put(
         self, descriptor: bytes, schema: pa.Schema, deadline_s: float, what: str
     ) -> tuple[flight.FlightStreamWriter, flight.FlightMetadataReader]:
