@@ -37,8 +37,8 @@ def routed_experts(
 ) -> Field:
     """The router's choice in every MoE layer: ``[layers, topk]`` ids, T-1 rows, first write wins.
 
-    A later prefill must not replace routing recorded while decoding, hence ``overlay="first"``. The dtype is
-    the narrowest that holds ``num_experts``.
+    A later prefill must not replace routing recorded while decoding, hence ``overlay="first"``.
+    The dtype is the narrowest that holds ``num_experts``.
     """
     count = len(layer_ids) if layers is None and layer_ids is not None else layers
     return Field(
