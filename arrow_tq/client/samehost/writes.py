@@ -23,8 +23,8 @@ TEND_S = 1.0
 """How often full and idle grants are given back."""
 KEEP_S = 8.0
 """How often the others are renewed: well below a lease."""
-LOCK_WAIT_S = 0.005
-"""For whoever looks after the files; a writer that fills a chunk takes longer, and is not waited for."""
+LOCK_WAIT_S = 0.1
+"""For other threads' chunks of the same field; the wire, after that, costs several times the copy."""
 Held = list[tuple[Writer, Granted, Reserved]]
 
 
