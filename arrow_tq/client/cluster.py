@@ -66,6 +66,7 @@ class Cluster:
         self._main_puts = main_puts
         self._lock = threading.Lock()
         self._map: ClusterMap | None = None
+        self._alone = True
         self._asked_at = self._hold_off_until = float("-inf")
         self._clients: dict[int, ShardClient] = {}
         self._suspects: dict[int, float] = {}
@@ -74,10 +75,7 @@ class Cluster:
     @property
     def is_alone(self) -> bool:
         """Whether the address itself is the only shard, as far as is known."""
-        known = self._map
-        if known is None or not known.version:
-            return True
-        return len(known.shards) > 0 and all(one.number == OWN_NUMBER for one in known.shards)
+        return self._alone
 
     def map(self, fresh: bool = False) -> ClusterMap:
         """The map, asked anew where it is old or ``fresh``; an older one where nobody answers."""
@@ -100,6 +98,8 @@ class Cluster:
             found = known or ClusterMap(version=0, catalog="0" * 32, lease_s=0, shards=[])
         with self._lock:
             self._map, self._asked_at = found, time.monotonic()
+            # Kept, as each put asks for it.
+            self._alone = _has_one_shard(found)
         return found
 
     def look(self) -> None:
@@ -353,3 +353,10 @@ def after(request: Read, rows: int) -> Read:
             spans[name][0] += done
         spans["rows"][0] -= done
     return replace(request, spans=spans)
+
+
+def _has_one_shard(known: ClusterMap) -> bool:
+    """Whether the address itself is the only shard; a map without a version is that of no cluster."""
+    if not known.version:
+        return True
+    return len(known.shards) > 0 and all(one.number == OWN_NUMBER for one in known.shards)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,32 @@ from arrow_tq.trainer.data import Data
 from benchmarks import servers as processes
 from benchmarks.peers.payloads import Payload
 
-COMMITTED_TOGETHER = 64
+WRITERS = 16
 """Sessions written at a time, as so many rollouts that finish in the same moment."""
+PUTS_A_SESSION = {"chunks-40000x64": 1_000}
+"""Samples that one session puts, one after the other, in its one step; elsewhere a session a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A batch's rows, and how many of them each sample of a session has, where it has several."""
+
+    data: Data
+    lengths: list[int] | None
+
+    def rows(self) -> dict[str, object]:
+        """One array a sample: views."""
+        if self.lengths is None:
+            return {name: list(self.data[name]) for name in self.data}
+        return {name: list(self._cut(name, iter(self.lengths))) for name in self.data}
+
+    def _cut(self, name: str, lengths: Iterator[int]) -> Iterator[object]:
+        for segment in self.data[name]:
+            first = 0
+            while first < len(segment):
+                end = first + next(lengths)
+                yield segment[first:end]
+                first = end
 
 
 class ArrowTQEnd:
@@ -35,20 +61,20 @@ class ArrowTQEnd:
         assert isinstance(value, Payload)
         if "token_ids" not in value.fields:
             return {"bundle": self._store.put_bundle(value.fields)}
-        return {"run": self._put_sessions(value)}
+        return self._put_sessions(value)
 
     def get(self, reference: Any, layers: range | None) -> object:
         if "bundle" in reference:
             return self._store.get_bundle(reference["bundle"])
         run = self._store.run(reference["run"])
-        batch = self._batches.get(run.name) or run.claim(1 << 20)
+        batch = self._batches.get(run.name) or run.claim(1 << 20, order_by="session_id")
         self._batches[run.name] = batch
         heavy = next(name for name in run.fields if name != "token_ids")
-        return batch.fetch(["token_ids", heavy], layers=layers)
+        return Fetched(batch.fetch(["token_ids", heavy], layers=layers), reference["lengths"])
 
     def rows(self, value: object) -> dict[str, object]:
-        if isinstance(value, Data):
-            return {name: list(value[name]) for name in value}
+        if isinstance(value, Fetched):
+            return value.rows()
         assert isinstance(value, dict)
         return value
 
@@ -61,19 +87,27 @@ class ArrowTQEnd:
     def close(self) -> None:
         self._store.close()
 
-    def _put_sessions(self, payload: Payload) -> str:
+    def _put_sessions(self, payload: Payload) -> dict[str, object]:
         name = f"bench-{uuid.uuid4().hex[:8]}"
         heavy = next(one for one in payload.fields if one != "token_ids")
         run = self._store.run(name, fields=[fields.token_ids(), _field(heavy, payload)])
-        sessions = [run.session(f"s-{index}") for index in range(payload.samples)]
-        for session, ids, rows in zip(
-            sessions, payload.fields["token_ids"], payload.fields[heavy], strict=True
-        ):
+        samples = list(zip(payload.fields["token_ids"], payload.fields[heavy], strict=True))
+        puts = PUTS_A_SESSION.get(payload.name, 1)
+
+        def write(first: int) -> None:
+            session = run.session(f"s-{first:08}")
             with session.step() as step:
-                step.put("token_ids", ids, start=0)
-                step.put(heavy, rows, start=0)
+                start = 0
+                for ids, rows in samples[first : first + puts]:
+                    step.put("token_ids", ids, start=start)
+                    step.put(heavy, rows, start=start)
+                    start += len(rows)
             session.finalize()
-        return name
+
+        with ThreadPoolExecutor(WRITERS) as pool:
+            for _ in pool.map(write, range(0, len(samples), puts)):
+                pass
+        return {"run": name, "lengths": None if puts == 1 else [len(rows) for _, rows in samples]}
 
 
 def _field(name: str, payload: Payload) -> Field:

@@ -114,13 +114,7 @@ class Adopter:
             if not self._queue and not self._ending:
                 self._changed.wait(max(due - time.monotonic(), 0.0))
             if self._queue and (time.monotonic() < due or self._ending):
-                first = self._queue.popleft()
-                items = [first]
-                while self._queue and len(items) < CHUNKS_A_CALL_MAX:
-                    if self._queue[0].granted is not first.granted:
-                        break
-                    items.append(self._queue.popleft())
-                return items
+                return self._take()
         try:
             more = self._tend()
         except Exception:
@@ -133,6 +127,20 @@ class Adopter:
                 self._running = False
                 return None
         return []
+
+    def _take(self) -> list[Written]:
+        """Under the lock: what waits of the first one's file.
+
+        Steps write several fields in turn, each into a file of its own: neighbours would be a call a chunk.
+        """
+        granted = self._queue[0].granted
+        items: list[Written] = []
+        others: list[Written] = []
+        while self._queue and len(items) < CHUNKS_A_CALL_MAX:
+            item = self._queue.popleft()
+            (items if item.granted is granted else others).append(item)
+        self._queue.extendleft(reversed(others))
+        return items
 
     def _adopt(self, items: Sequence[Written]) -> None:
         first = items[0]
@@ -173,10 +181,13 @@ class Adopter:
             self._settle([(item, failure)])
 
     def _settle(self, outcomes: Iterable[tuple[Written, ArrowTQError | None]]) -> None:
+        settled: list[Written] = []
         for item, error in outcomes:
             self._settled(item)
             item.handle.settle(error)
-            with self._changed:
+            settled.append(item)
+        with self._changed:
+            for item in settled:
                 item.granted.unadopted -= 1
-                self._busy -= 1
-                self._changed.notify_all()
+            self._busy -= len(settled)
+            self._changed.notify_all()

@@ -25,8 +25,8 @@ KEEP_S = 8.0
 """How often the others are renewed: well below a lease."""
 CLEAN_UP_S = 10.0
 """How long a put that failed waits for its chunks before it drops them; an interrupted one in vain."""
-LOCK_WAIT_S = 0.005
-"""For whoever looks after the files; a writer that fills a chunk takes longer, and is not waited for."""
+LOCK_WAIT_S = 0.1
+"""For other threads' chunks of the same field; the wire, after that, costs several times the copy."""
 Held = list[tuple[Writer, Granted, Reserved]]
 
 

@@ -55,6 +55,8 @@ def check_blobs(
             bytes are to be sent again.
         ChunkLost: a chunk is not there any more.
     """
+    if not blobs:
+        return {}
     gone: dict[bytes, None] = {}
     brought: dict[bytes, PlannedBlob] = {}
     for blob in blobs:

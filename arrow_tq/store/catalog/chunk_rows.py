@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import apsw
 
-from arrow_tq.store.catalog.blobs import drop_blob_holds, release_unheld_blobs, take_blob_holds
+from arrow_tq.store.catalog.blobs import drop_blob_holds, release_unheld_blobs
 from arrow_tq.store.catalog.bundle_rows import bundle_chunk_state, count_missing_of_bundles
 from arrow_tq.store.catalog.database import row_list
 from arrow_tq.store.catalog.writer import Change
@@ -38,7 +38,6 @@ def take_holds(change: Change, session: int, view: str) -> None:
         "WHERE chunks.id = counted.chunk",
         (session, view),
     )
-    take_blob_holds(change, session, view)
 
 
 def take_late_holds(change: Change, segment: int, chunks: Sequence[int]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import apsw
 import numpy as np
 
-from arrow_tq.store.catalog.blobs import held_refs, show_blobs
+from arrow_tq.store.catalog.blobs import held_refs, show_blobs, take_blob_holds
 from arrow_tq.store.catalog.chunk_rows import RELEASED, release_unheld, take_holds
 from arrow_tq.store.catalog.columns import check_reward, columns_text, learn_kinds, parse_columns
 from arrow_tq.store.catalog.receipt_blobs import decode_receipts
@@ -134,6 +134,8 @@ def store_segments(
             (session.id, command.view, composed.reward, columns_text(composed.columns)),
         )
         take_holds(change, session.id, command.view)
+        if any(composed.blobs):
+            take_blob_holds(change, session.id, command.view)
         release_unheld(change, session.id)
         _end(change, session, lasting=bool(tasks) or not composed.segments)
         change.wakes = True

@@ -24,13 +24,14 @@ def once(command: Mutation, apply: Callable[[Change], Wire]) -> Callable[[Change
     """``apply``, unless this request was answered before: then its reply."""
 
     def answer(change: Change) -> Wire:
-        known = answered(change.connection, command)
+        key = _key(command)
+        known = _find(change.connection, command, key)
         if known is not None:
             return known
         reply = apply(change)
         change.execute(
             "INSERT INTO requests VALUES (?, ?, ?, ?)",
-            (_key(command), command.verb, reply.model_dump_json(), change.now_us),
+            (key, command.verb, reply.model_dump_json(), change.now_us),
         )
         return reply
 
@@ -43,9 +44,11 @@ def answered(connection: apsw.Connection, command: Mutation) -> Wire | None:
     Raises:
         Conflict: the id was used for another command.
     """
-    known: Any = connection.execute(
-        "SELECT verb, body FROM requests WHERE request_id = ?", (_key(command),)
-    ).fetchone()
+    return _find(connection, command, _key(command))
+
+
+def _find(connection: apsw.Connection, command: Mutation, key: bytes) -> Wire | None:
+    known: Any = connection.execute("SELECT verb, body FROM requests WHERE request_id = ?", (key,)).fetchone()
     if known is None:
         return None
     verb, body = known

@@ -89,7 +89,10 @@ def open_session(change: Change, runs: WriterRuns, command: OpenSession) -> Sess
     found = find_session(change.connection, run, command.session_id)
     if found is None:
         _create(change, run, command, columns)
-    elif found.status != FINALIZED or not _names_alone(command):
+        return SessionInfo(
+            session_id=command.session_id, group=command.group, status=OPEN, last_step=None, ends={}
+        )
+    if found.status != FINALIZED or not _names_alone(command):
         _open_again(change, run, command, columns, found)
     session = get_session(change.connection, run, command.session_id)
     return SessionInfo(
