@@ -26,7 +26,7 @@ KEEP_S = 8.0
 CLEAN_UP_S = 10.0
 """How long a put that failed waits for its chunks before it drops them; an interrupted one in vain."""
 LOCK_WAIT_S = 0.1
-"""For other threads' chunks of the same field; the wire, after that, costs several times the copy."""
+"""For other threads' chunks of the same field; after that the wire, which copies more than once."""
 Held = list[tuple[Writer, Granted, Reserved]]
 
 
