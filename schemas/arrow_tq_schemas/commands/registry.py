@@ -66,14 +66,6 @@ from arrow_tq_schemas.commands.steps import AbandonStep, CommitSteps, StepResult
 from arrow_tq_schemas.commands.store import Done, Empty, GetPressure, GetStats, Pressure, RunQuery, Stats
 from arrow_tq_schemas.errors import ArrowTQError, MalformedMessage
 
-AnyCommand = (
-    OpenRun | AddField | SetPolicyVersion | CloseGroup | OpenSession | CommitSteps | DropChunks | AbandonStep
-    | FinalizeSession | AbortSession | Claim | AttachClaim | RenewClaim | ReleaseClaim | GetSegments
-    | FindBlob | ListSegments | GetSession | GetClaim | UpdateSegments | PutValues | Discard | Mark | Rewind
-    | GetPressure | GetStats | RunQuery
-    | FindHost | LocateChunks | GrantExtent | AdoptChunks | KeepGrants | EndGrants
-    | OpenBundleRun | CommitBundle | OpenBundle | CloseBundle | DeleteBundle
-)  # fmt: skip
 REPLIES: dict[type[Command], type[Wire]] = {
     OpenRun: RunInfo,
     AddField: RunInfo,
