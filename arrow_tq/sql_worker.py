@@ -265,6 +265,7 @@ def confine(limits: SqlLimits) -> None:
 
 
 def out_of_time(limits: SqlLimits) -> QueryKilled:
+    """The error of a query that ran too long."""
     return QueryKilled(f"SQL: the query ran longer than {limits.timeout_s} s (timeout_s)")
 
 
@@ -275,6 +276,7 @@ def shorten(message: str) -> str:
 
 
 def main() -> NoReturn:
+    """Answer the parent process on descriptor 0, for ever."""
     pa.set_cpu_count(1)
     Worker(Channel(socket.socket(fileno=os.dup(0)))).serve()
 

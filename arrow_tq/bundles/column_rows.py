@@ -141,6 +141,7 @@ class RowReader:
 
 
 def glued(parts: Sequence[Bytes]) -> Bytes:
+    """Parts one after another, read-only: the only one as it is, several copied together."""
     if len(parts) == 1:
         return parts[0]
     memory = np.concatenate(parts) if parts else np.empty(0, np.uint8)

@@ -196,6 +196,7 @@ class Decoder:
 
 
 def dumps(plain: object) -> bytes:
+    """Compact JSON, ASCII; NaN and infinities have tags of their own."""
     return json.dumps(plain, separators=(",", ":"), allow_nan=False).encode()
 
 

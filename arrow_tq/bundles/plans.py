@@ -22,6 +22,8 @@ BLOCK_BYTES_MAX = 48 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPlan:
+    """Whole rows of a buffer, ``nbytes`` of them, and what writes them in their place."""
+
     nbytes: int
     rows: int
     fill: Fill

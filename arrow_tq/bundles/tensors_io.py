@@ -56,6 +56,7 @@ def can_hold(dtype: np.dtype[np.generic]) -> bool:
 
 
 def item_bytes(dtype: str) -> int:
+    """Bytes of one value of a torch dtype."""
     from arrow_tq import tensors
 
     return tensors.item_bytes(dtype)

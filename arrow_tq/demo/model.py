@@ -218,6 +218,7 @@ class Context:
 
 
 def import_libraries() -> tuple[Any, Any]:
+    """Torch and transformers, loaded quietly; raises ``Unsupported`` where they are missing."""
     # The progress bars and advice of the libraries do not belong on our terminal.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -45,6 +45,7 @@ class Session:
 
     @property
     def group(self) -> str | None:
+        """The group it belongs to; None: none."""
         return self._info.group
 
     @property

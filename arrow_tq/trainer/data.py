@@ -61,6 +61,7 @@ class Column:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the packed values."""
         return self.packed.nbytes
 
 

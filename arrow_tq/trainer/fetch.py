@@ -178,6 +178,7 @@ def _place(
 
 
 def refuse_holes(field: Field, manifest: Manifest, holes: npt.NDArray[np.int64]) -> None:
+    """Raise ``Hole``, naming segment and positions, unless ``holes`` (``[n, 2]``, half-open) is empty."""
     if not len(holes):
         return
     count = int((holes[:, 1] - holes[:, 0]).sum())
@@ -194,6 +195,7 @@ def refuse_holes(field: Field, manifest: Manifest, holes: npt.NDArray[np.int64])
 
 
 def chosen_layers(field: Field, layers: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Global layer ids in the order asked for; None for a field without layers."""
     if field.layer_axis is None:
         return None
     if layers is None:

@@ -40,12 +40,14 @@ class MicroBatch:
 
     @property
     def table(self) -> pa.Table:
+        """Metadata of its segments: their rows of the batch's table."""
         if self._table is None:
             self._table = self.batch.table.take(pa.array(self.rows, pa.int64()))
         return self._table
 
     @property
     def segment_ids(self) -> list[str]:
+        """Ids of its segments, in its order."""
         return [self.batch.segment_ids[row] for row in self.rows]
 
     @property

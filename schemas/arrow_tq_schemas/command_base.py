@@ -13,10 +13,13 @@ Seconds = Annotated[float, Bound(ge=0, le=10 * 365 * 86400)]
 
 
 def new_request_id() -> str:
+    """32 hex digits, never the same twice."""
     return uuid.uuid4().hex
 
 
 class Wire(BaseModel):
+    """What travels: frozen, JSON, unknown keys refused."""
+
     # Without this a NaN would travel as null, and arrive as None.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 

@@ -31,6 +31,7 @@ IDS_MAX = 1 << 20
 
 
 def pack_ids(ids: Sequence[ChunkId]) -> str:
+    """Base64 of 16 bytes each."""
     return base64.b64encode(b"".join([one.to_bytes() for one in ids])).decode()
 
 

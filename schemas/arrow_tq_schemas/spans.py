@@ -57,4 +57,5 @@ def chunk_ids(spans: Spans) -> list[ChunkId]:
 
 
 def empty_spans() -> Spans:
+    """No spans: ``[0]`` of ``SPAN_DTYPE``."""
     return np.empty(0, dtype=SPAN_DTYPE)

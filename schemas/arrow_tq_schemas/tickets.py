@@ -177,6 +177,7 @@ def _parse(adapter: TypeAdapter[AnyModel], raw: bytes, what: str) -> AnyModel:
 
 
 def pack_spans(spans: Spans) -> str:
+    """Base64 of the deflated rows."""
     return base64.b64encode(zlib.compress(spans.tobytes(), 1)).decode()
 
 

@@ -171,8 +171,8 @@ class MetaParts:
         return response
 
 
-class GenerateAnswer:
-    """Answers of one call of the native route."""
+class SglangAnswer:
+    """What the answers of both routes share: their parts, gathered until they are decoded."""
 
     def __init__(self, wishes: MetaWishes, hidden_layers: int | None) -> None:
         self.found = Found()
@@ -183,25 +183,6 @@ class GenerateAnswer:
     @property
     def asked(self) -> int:
         return self._wishes.asked
-
-    def take(self, document: Document) -> bytes:
-        root = document.root
-        meta = root.child("meta_info")
-        if meta is None:
-            return document.render()
-        self._parts.take(root, meta)
-        found = self.found
-        found.receipts += receipts_of(meta.get(RECEIPTS), f"meta_info.{RECEIPTS}")
-        prompt = root.get("prompt_token_ids")
-        if prompt is not None:
-            found.prompt = token_ids(prompt, "prompt_token_ids")
-            if not self._wishes.prompt:
-                root.drop("prompt_token_ids")
-        if meta.get("finish_reason") is not None:
-            found.finished = True
-            found.response = self._parts.response()
-        self._wishes.strip(meta)
-        return document.render()
 
     def decode(
         self, fields: Mapping[str, Field], prompt_tokens: int, start: int, policy: Policy
@@ -232,3 +213,26 @@ def _joined(before: list[object], now: list[object], told: int | None, what: str
     raise RowCountMismatch(
         f"{what}: {len(now)} after {len(before)}, of {told} completion tokens", now=len(now), told=told
     )
+
+
+class GenerateAnswer(SglangAnswer):
+    """Answers of one call of the native route."""
+
+    def take(self, document: Document) -> bytes:
+        root = document.root
+        meta = root.child("meta_info")
+        if meta is None:
+            return document.render()
+        self._parts.take(root, meta)
+        found = self.found
+        found.receipts += receipts_of(meta.get(RECEIPTS), f"meta_info.{RECEIPTS}")
+        prompt = root.get("prompt_token_ids")
+        if prompt is not None:
+            found.prompt = token_ids(prompt, "prompt_token_ids")
+            if not self._wishes.prompt:
+                root.drop("prompt_token_ids")
+        if meta.get("finish_reason") is not None:
+            found.finished = True
+            found.response = self._parts.response()
+        self._wishes.strip(meta)
+        return document.render()

@@ -7,24 +7,20 @@ and in ``sglext`` of the response (``sgl_ext`` of the choice in older versions).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
-from arrow_tq.adapters import EngineOutput, Policy, sglang
 from arrow_tq.proxy.document import Document, Object, Shape
 from arrow_tq.proxy.protocols.base import (
     INDEXER,
     RECEIPTS,
     ROUTED,
     Ask,
-    Found,
     Prompt,
     receipts_of,
     token_ids,
 )
 from arrow_tq.proxy.protocols.chat import read_chat
-from arrow_tq.proxy.protocols.generate import MetaParts, MetaWishes, asked_start
+from arrow_tq.proxy.protocols.generate import MetaWishes, SglangAnswer, asked_start
 from arrow_tq_schemas.errors import MalformedMessage
-from arrow_tq_schemas.fields import Field
 
 EXTENSIONS = ("sglext", "sgl_ext")
 
@@ -63,19 +59,12 @@ class SglangChat:
         return SglangChatAnswer(wishes, root.get("return_meta_info") is True, self._hidden_layers)
 
 
-class SglangChatAnswer:
+class SglangChatAnswer(SglangAnswer):
     """Answers of one call of the chat route."""
 
     def __init__(self, wishes: MetaWishes, wants_meta: bool, hidden_layers: int | None) -> None:
-        self.found = Found()
-        self._wishes = wishes
+        super().__init__(wishes, hidden_layers)
         self._wants_meta = wants_meta
-        self._hidden_layers = hidden_layers
-        self._parts = MetaParts()
-
-    @property
-    def asked(self) -> int:
-        return self._wishes.asked
 
     def take(self, document: Document) -> bytes:
         root, found = document.root, self.found
@@ -140,19 +129,3 @@ class SglangChatAnswer:
     def _receipts(self, holder: Object) -> None:
         self.found.receipts += receipts_of(holder.get(RECEIPTS), RECEIPTS)
         holder.drop(RECEIPTS)
-
-    def decode(
-        self, fields: Mapping[str, Field], prompt_tokens: int, start: int, policy: Policy
-    ) -> EngineOutput:
-        return sglang.decode(
-            self.found.response,
-            fields=fields,
-            prompt_tokens=prompt_tokens,
-            start=start,
-            hidden_layers=self._hidden_layers,
-            policy=policy,
-        )
-
-    def release(self) -> None:
-        self.found.response = {}
-        self._parts = MetaParts()

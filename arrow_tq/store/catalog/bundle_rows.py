@@ -145,6 +145,7 @@ def find_run(connection: apsw.Connection, bundle_id: str) -> str:
 
 
 def find_deleting(connection: apsw.Connection) -> list[str]:
+    """Ids of bundles whose bytes wait for readers, the oldest first, at most ``RELEASED_MAX``."""
     rows: Any = connection.execute(
         "SELECT bundle_id FROM bundles WHERE state = 'deleting' ORDER BY id LIMIT ?", (RELEASED_MAX,)
     )
@@ -152,6 +153,7 @@ def find_deleting(connection: apsw.Connection) -> list[str]:
 
 
 def usage(connection: apsw.Connection) -> dict[str, tuple[int, int]]:
+    """By run, how many bundles still have bytes, and how many bytes."""
     rows: Any = connection.execute(
         "SELECT runs.run, count(*), sum(bytes) FROM bundles JOIN runs ON runs.id = bundles.run "
         "WHERE state IN ('ready', 'deleting') GROUP BY runs.run"
@@ -187,6 +189,7 @@ def count_missing_of_bundles(
 
 
 def not_found(run: str, bundle_id: str) -> NotFound:
+    """The error for a bundle that readers cannot find."""
     return NotFound(f"run {run!r} has no bundle {bundle_id}", id=bundle_id, run=run)
 
 

@@ -106,6 +106,7 @@ def read_kinds(connection: apsw.Connection, table: str, run: int | None) -> dict
 
 
 def merge_kinds(rows: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """One kind a column name, wide enough for all that it was seen as."""
     kinds: dict[str, str] = {}
     for name, kind in rows:
         kinds[name] = widen(kinds.get(name, NULL), kind)

@@ -20,6 +20,7 @@ SESSIONS_MAX = 1000
 
 
 def leases_are_due(connection: apsw.Connection) -> bool:
+    """Whether a claim's lease has run out."""
     return _any(connection, "SELECT 1 FROM claims WHERE state = 'active' AND expires_at <= ?", _now_us())
 
 
@@ -36,6 +37,7 @@ def something_is_due(connection: apsw.Connection, request_ttl_s: float, keep_rel
 
 
 def expire_all(change: Change, request_ttl_s: float, keep_released_s: float) -> None:
+    """End what time has ended: claims, what marks keep, sessions, stored replies."""
     expire_claims(change)
     expire_kept(change, keep_released_s)
     expire_sessions(change)

@@ -12,6 +12,7 @@ from arrow_tq.store.catalog.task_sets import NOBODY
 
 
 def read_gauges(connection: apsw.Connection, waiters: int, commits: int) -> CatalogGauges:
+    """Counts of the store; ``waiters`` and ``commits`` are what the process itself counts."""
     open_sessions = int(connection.execute("SELECT count(*) FROM sessions WHERE status = 'open'").get)
     ready: Any = connection.execute(
         "SELECT count(DISTINCT segment), min(segment) FROM segment_tasks WHERE state = 'ready' AND task <> ?",

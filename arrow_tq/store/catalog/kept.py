@@ -129,6 +129,7 @@ def spend_for_room(change: Change) -> tuple[str, int] | None:
 
 
 def something_is_kept(connection: apsw.Connection) -> bool:
+    """Whether any mark keeps anything."""
     return connection.execute("SELECT 1 FROM kept LIMIT 1").get is not None
 
 
@@ -138,6 +139,7 @@ def something_is_spent(connection: apsw.Connection) -> bool:
 
 
 def kept_is_due(connection: apsw.Connection, before_us: int) -> bool:
+    """Whether something was kept before that time, in microseconds since 1970."""
     return connection.execute("SELECT 1 FROM kept WHERE kept_at <= ? LIMIT 1", (before_us,)).get is not None
 
 

@@ -58,6 +58,7 @@ class SessionRow:
 
 
 def find_session(connection: apsw.Connection, run: RunRecord, session_id: str) -> SessionRow | None:
+    """The session's row; None where the run has none of that id."""
     row: Any = connection.execute(
         f"SELECT {SESSION_COLUMNS} FROM sessions WHERE run = ? AND session_id = ?", (run.id, session_id)
     ).fetchone()

@@ -56,6 +56,8 @@ class ClaimInfo(Wire):
 
 
 class RenewClaim(Mutation):
+    """The claimer lives: its lease begins anew."""
+
     verb: ClassVar[str] = "renew_claim"
     run: str
     claim_id: Hex128
