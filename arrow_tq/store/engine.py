@@ -312,9 +312,8 @@ class Engine:
         self._directory.release()
 
     def _check_place(self, header: ChunkHeader) -> None:
-        """Whether such chunks are stored here: bundles always are, the rest where this is a shard."""
         cluster, number = self.config.cluster, header.chunk_id.shard
-        if cluster is not None and not cluster.holds_chunks and header.field != BUNDLE_FIELD.name:
+        if cluster is not None and not cluster.holds_chunks:
             raise Unsupported("put: this server is a catalog; chunks go to its shards (their map: cluster)")
         if number != self._shard.config.number:
             raise MalformedMessage(
