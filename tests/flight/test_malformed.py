@@ -63,9 +63,14 @@ def scene(server: Server, remote: Store, new_name: Callable[[], str]) -> Iterato
         step.put("experts", good, start=0)
         step.put("token_ids", np.arange(10, dtype=np.int32), start=0)
     session.finalize()
-    before = remote.stats()
     with flight.connect(server.url) as client:
-        yield Scene(server, remote, client, run.name, good)
+        shown = Scene(server, remote, client, run.name, good)
+        # So that the server has the file open that chunks from the wire go to.
+        batch, header = shown.chunk()
+        wire.put(client, shown.stream, SCHEMA, [(batch, wire.message_of(header))])
+        drop(shown, [header.id])
+        before = remote.stats()
+        yield shown
     after = remote.stats()
     for name in ("chunks", f'bytes{{run="{run.name}",tier="memory"}}'):
         assert after[name] == before[name], name

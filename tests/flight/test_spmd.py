@@ -73,7 +73,9 @@ def test_four_ranks_plan_alike_and_resolve_what_they_moved(
     assert set(run.sql("SELECT DISTINCT state FROM chunks").column(0).to_pylist()) == {"released"}
 
 
-@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1), (None, 0)])
+@pytest.mark.parametrize(
+    ("method", "workers"), [pytest.param("fork", 2, marks=pytest.mark.slow), ("spawn", 1), (None, 0)]
+)
 def test_loader_workers_share_a_plan(
     server: Server, store: Store, new_name: Callable[[], str], method: str | None, workers: int
 ) -> None:

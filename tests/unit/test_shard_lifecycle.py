@@ -88,7 +88,7 @@ def test_readers_meet_drops_without_errors(tmp_path: Path) -> None:
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
         reader.start()
-    for seed in range(150):
+    for seed in range(25):
         current[0] = random_chunk(ROWS, 10, seed)
         shard.put(ROWS, current[0], "process")
         shard.drop([current[0].header.chunk_id])
