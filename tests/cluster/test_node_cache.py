@@ -25,6 +25,8 @@ from tests.flight import wire
 TOKENS = fields.token_ids()
 IDS = IdFactory()
 
+pytestmark = pytest.mark.slow
+
 
 def chunk(rows: int = 10) -> tuple[ChunkId, Chunk]:
     made = wire.make_chunk(TOKENS, "r", np.arange(rows, dtype=np.int32))

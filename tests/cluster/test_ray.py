@@ -55,6 +55,7 @@ def alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_store_on_one_node(tmp_path: Path) -> None:
     with ray_nodes(1):
         whole_life(tmp_path, 1)
