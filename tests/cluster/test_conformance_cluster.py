@@ -6,6 +6,7 @@ their numbers, join it.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 
@@ -24,6 +25,10 @@ ORPHAN_TTL_S = 4
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("four"), 4, "--set", f"orphan_ttl_s={ORPHAN_TTL_S}") as running:
+        # The map has a shard's number a moment before the shard itself: without it, it would ask the next
+        # catalog for another shard's.
+        notes = [server.data_dir / "shard.json" for server in running.shards]
+        wait_until(lambda: all(json.loads(note.read_text()).get("number") for note in notes))
         yield running
 
 
