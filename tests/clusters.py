@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,23 +13,9 @@ from arrow_tq.calls import ask
 from arrow_tq.client import Tls
 from arrow_tq_schemas.cluster import ClusterMap, GetCluster
 from arrow_tq_schemas.errors import ArrowTQError
-from tests.serving import Server
+from tests.serving import Server, quiet_ports
 
 JOIN_S = 30.0
-PORTS = (10_000, 32_000)
-
-
-def free_port() -> int:
-    """A port that nobody has now, and no outgoing connection will take: below the kernel's own range."""
-    chance = random.SystemRandom()
-    while True:
-        port = chance.randrange(*PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
 
 
 def map_of(url: str) -> ClusterMap:
@@ -79,8 +63,7 @@ class Cluster:
         self._arguments = arguments
         self._role = role
         self._lease_s = lease_s
-        self._catalog_port = free_port()
-        self._ports = [free_port() for _ in range(shards)]
+        self._catalog_port, *self._ports = quiet_ports(shards + 1)
         self.url = f"grpc{'' if tls is None else '+tls'}://127.0.0.1:{self._catalog_port}"
         self.shards: list[Server] = []
         self.catalog = self.start_catalog()
@@ -111,7 +94,7 @@ class Cluster:
 
     def start_moved(self, folder: Path) -> Server:
         """A shard that serves a folder with another one's data, on a port of its own."""
-        arguments = ("--port", str(free_port()), "--role", "shard", "--join", self.url)
+        arguments = ("--port", str(quiet_ports(1)[0]), "--role", "shard", "--join", self.url)
         return Server(folder / "data", folder / "memory", *arguments)
 
     def map(self) -> ClusterMap:

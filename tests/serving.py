@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +15,21 @@ from types import TracebackType
 
 START_S = 30.0
 STOP_S = 30.0
+QUIET_PORTS = (10_000, 32_000)
+
+
+def quiet_ports(count: int) -> list[int]:
+    """Free ports below those that outgoing connections get: nobody takes them while a process restarts."""
+    chance, found = random.SystemRandom(), []
+    with contextlib.ExitStack() as held:
+        while len(found) < count:
+            listener = held.enter_context(socket.socket())
+            try:
+                listener.bind(("127.0.0.1", chance.randrange(*QUIET_PORTS)))
+            except OSError:
+                continue
+            found.append(listener.getsockname()[1])
+    return found
 
 
 class Server:

@@ -13,7 +13,7 @@ import numpy as np
 
 from arrow_tq.backend import PutHandle, Read, Rows
 from arrow_tq.client.connection import Connection
-from arrow_tq.client.pending import PendingPut
+from arrow_tq.client.pending import JoinedPuts, PendingPut
 from arrow_tq.client.puts import Puts
 from arrow_tq.client.reads import read
 from arrow_tq.client.shard_reads import Reader, no_such_shard, unreadable
@@ -289,19 +289,6 @@ class WatchedPut:
                 raise
             else:
                 return
-
-
-class JoinedPuts:
-    """Implements ``PutHandle`` for chunks on several shards."""
-
-    def __init__(self, handles: Sequence[PutHandle]) -> None:
-        self._handles = handles
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return when every chunk is stored; raise the first error."""
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        for handle in self._handles:
-            handle.wait(None if until is None else max(until - time.monotonic(), 0.0))
 
 
 def choose(shards: Sequence[ShardEntry], host: str, chance: float) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from arrow_tq.backend import PutHandle
 from arrow_tq_schemas.chunks import Chunk
 from arrow_tq_schemas.errors import ArrowTQError, DeadlineExceeded, from_wire
 from arrow_tq_schemas.fields import Field
@@ -36,6 +38,19 @@ class PendingPut:
             if self._error is not None:
                 # A copy: one exception object raised by several waiters would grow a traceback of all.
                 raise from_wire(self._error.to_wire())
+
+
+class JoinedPuts:
+    """Implements ``PutHandle`` for chunks that were put in several places."""
+
+    def __init__(self, handles: Sequence[PutHandle]) -> None:
+        self._handles = handles
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when every chunk is stored; raise the first error."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for handle in self._handles:
+            handle.wait(None if until is None else max(until - time.monotonic(), 0.0))
 
 
 @dataclass(slots=True, eq=False)

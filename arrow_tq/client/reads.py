@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
 from arrow_tq.backend import Read, Rows
+from arrow_tq.client.ahead import ReadAhead
 from arrow_tq.client.connection import Connection
 from arrow_tq_schemas.chunks import from_array
-from arrow_tq_schemas.errors import ArrowTQError, InternalError
+from arrow_tq_schemas.errors import InternalError
 from arrow_tq_schemas.spans import Spans
 from arrow_tq_schemas.tickets import SpanTicket, pack_spans
 
@@ -31,18 +31,29 @@ def read(connection: Connection, request: Read) -> Iterator[Rows]:
         for spans in pieces:
             yield from _stream(connection, request, spans)
         return
-    running: list[_Ahead] = []
+    running: list[ReadAhead] = []
     waiting = iter(pieces)
     try:
         for spans in waiting:
-            running.append(_Ahead(connection, request, spans))
+            source = partial(_stream, connection, request, spans)
+            ahead = ReadAhead(source, AHEAD_MAX, "read", "arrow-tq-read")
+            ahead.start()
+            running.append(ahead)
             if len(running) == int(streams):
-                yield from running.pop(0).rows()
+                yield from _taken(running.pop(0))
         while running:
-            yield from running.pop(0).rows()
+            yield from _taken(running.pop(0))
     finally:
         for ahead in running:
             ahead.stop()
+
+
+def _taken(ahead: ReadAhead) -> Iterator[Rows]:
+    try:
+        while (rows := ahead.take()) is not None:
+            yield rows
+    finally:
+        ahead.stop()
 
 
 def split(request: Read, piece_bytes: int, spans_max: int) -> list[Spans]:
@@ -95,7 +106,7 @@ def _cut(span: Spans, rows_max: int) -> list[Spans]:
     return parts
 
 
-def _stream(connection: Connection, request: Read, spans: Spans) -> Generator[Rows, None, None]:
+def _stream(connection: Connection, request: Read, spans: Spans) -> Iterator[Rows]:
     """The rows of one ticket; never fewer than asked."""
     wanted = int(spans["rows"].sum(dtype=np.int64))
     if not wanted:
@@ -151,46 +162,3 @@ def _column(batch: pa.RecordBatch, kind: pa.DataType, what: str) -> pa.Array:
     except pa.ArrowInvalid as error:
         raise InternalError(f"{what}: a malformed answer: {str(error).splitlines()[0]}") from None
     return batch.column(0)
-
-
-class _Ahead:
-    """Reads one piece in a thread, a bounded number of messages ahead of whoever takes them."""
-
-    def __init__(self, connection: Connection, request: Read, spans: Spans) -> None:
-        self._queue: queue.Queue[Rows | ArrowTQError | None] = queue.Queue(AHEAD_MAX)
-        self._stopped = False
-        self._source = _stream(connection, request, spans)
-        self._thread = threading.Thread(target=self._run, name="arrow-tq-read", daemon=True)
-        self._thread.start()
-
-    def rows(self) -> Iterator[Rows]:
-        try:
-            while (item := self._queue.get()) is not None:
-                if isinstance(item, ArrowTQError):
-                    raise item
-                yield item
-        finally:
-            self.stop()
-
-    def stop(self) -> None:
-        """Nobody takes the rest: let the thread see it."""
-        self._stopped = True
-        while True:
-            try:
-                self._queue.get_nowait()
-            except queue.Empty:
-                return
-
-    def _run(self) -> None:
-        try:
-            for rows in self._source:
-                self._queue.put(rows)
-                if self._stopped:
-                    self._source.close()
-                    return
-        except ArrowTQError as error:
-            self._queue.put(error)
-        except Exception as error:
-            self._queue.put(InternalError(f"read: {type(error).__name__}: {error}"))
-        else:
-            self._queue.put(None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
@@ -12,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from arrow_tq.backend import Read, Rows
-from arrow_tq_schemas.errors import ArrowTQError, ChunkLost, ChunkPending, InternalError
+from arrow_tq.client.ahead import ReadAhead
+from arrow_tq_schemas.errors import ChunkLost, ChunkPending, InternalError
 from arrow_tq_schemas.ids import SHARD_MAX
 from arrow_tq_schemas.spans import Spans, chunk_ids
 
@@ -71,12 +71,12 @@ def read_shards(shards: Shards, request: Read) -> Iterator[Rows]:
     }
     try:
         for stream in streams.values():
-            stream.start()
+            stream.ahead.start()
         for number, rows in _turns(numbers, request.spans):
             yield from streams[number].take(rows)
     finally:
         for stream in streams.values():
-            stream.stop()
+            stream.ahead.stop()
 
 
 def _turns(numbers: npt.NDArray[np.int64], spans: Spans) -> Iterator[tuple[int, int]]:
@@ -89,19 +89,17 @@ def _turns(numbers: npt.NDArray[np.int64], spans: Spans) -> Iterator[tuple[int, 
 
 
 class _Stream:
-    """One shard's part of a read."""
+    """One shard's part of a read; ``ahead`` is started and stopped by whoever reads."""
 
     def __init__(self, shards: Shards, number: int, request: Read) -> None:
         self._shards = shards
         self._number = number
         self._request = request
-        self._queue: queue.Queue[Rows | ArrowTQError | None] = queue.Queue(AHEAD_MAX)
+        self.ahead = ReadAhead(
+            lambda: shards.reader(number)(request),
+            *(AHEAD_MAX, f"read of shard {number}", f"arrow-tq-read-shard-{number}"),
+        )
         self._block: Rows | None = None
-        self._stopped = False
-
-    def start(self) -> None:
-        name = f"arrow-tq-read-shard-{self._number}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def take(self, rows: int) -> Iterator[Rows]:
         """The next so many rows."""
@@ -112,44 +110,20 @@ class _Stream:
             rows -= count
             self._block = None if count == len(block.values) else _part(block, count, len(block.values))
 
-    def stop(self) -> None:
-        """Nobody takes the rest: let the thread see it."""
-        self._stopped = True
-        while True:
-            try:
-                self._queue.get_nowait()
-            except queue.Empty:
-                return
-
     def _next(self) -> Rows:
         while True:
             try:
-                item = self._queue.get(timeout=STALL_S)
+                rows = self.ahead.take(STALL_S)
             except queue.Empty:
                 where = self._shards.is_down(self._number)
                 if where is not None:
-                    self.stop()
+                    self.ahead.stop()
                     raise unreadable(self._number, where, self._request, "its lease ran out") from None
                 continue
-            if isinstance(item, ArrowTQError):
-                raise item
-            if item is None:
+            if rows is None:
                 raise InternalError(f"shard {self._number}: the answer is shorter than asked")
-            if len(item.values):
-                return item
-
-    def _run(self) -> None:
-        try:
-            for rows in self._shards.reader(self._number)(self._request):
-                self._queue.put(rows)
-                if self._stopped:
-                    return
-        except ArrowTQError as error:
-            self._queue.put(error)
-        except Exception as error:
-            self._queue.put(InternalError(f"read of shard {self._number}: {type(error).__name__}: {error}"))
-        else:
-            self._queue.put(None)
+            if len(rows.values):
+                return rows
 
 
 def _part(block: Rows, first: int, end: int) -> Rows:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from arrow_tq.cli.serving import serve_with
 from arrow_tq.proxy.config import load
 from arrow_tq.proxy.process import run as serve
-from arrow_tq.settings import assigned
-from arrow_tq_schemas.errors import ArrowTQError
 
 
 def proxy(
@@ -43,11 +41,4 @@ def proxy(
         "on_store_failure": on_store_failure,
         "log_level": log_level,
     }
-    try:
-        loaded = load(flags | assigned(setting or ()), config)
-    except ArrowTQError as error:
-        sys.stderr.write(f"arrow-tq proxy: {error.code}: {error.message}\n")
-        raise typer.Exit(2) from None
-    code = serve(loaded)
-    if code:
-        raise typer.Exit(code)
+    serve_with("proxy", load, serve, flags, setting, config)

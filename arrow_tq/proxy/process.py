@@ -13,12 +13,13 @@ from collections.abc import Iterator
 import structlog
 import uvicorn
 
+from arrow_tq.listening import bind, reachable
 from arrow_tq.logs import log_json
 from arrow_tq.proxy.app import ProxyApp
 from arrow_tq.proxy.config import ProxyConfig
 from arrow_tq.proxy.memory import few_arenas
 from arrow_tq.proxy.parts import Parts
-from arrow_tq_schemas.errors import ArrowTQError, Unavailable
+from arrow_tq_schemas.errors import ArrowTQError
 
 CLOSE_S = 20.0
 """How long the store may take to close after draining, before the process ends without it."""
@@ -38,7 +39,7 @@ def run(config: ProxyConfig) -> int:
     log_json(config.log_level)
     few_arenas()
     try:
-        listener = _listen(config)
+        listener = bind(config.host, config.port, "port")
     except ArrowTQError as error:
         sys.stderr.write(f"arrow-tq proxy: {error.code}: {error.message}\n")
         return 1
@@ -71,8 +72,9 @@ async def _serve(config: ProxyConfig, listener: socket.socket) -> int:
         loop.add_signal_handler(number, stop)
     opening = asyncio.create_task(_open_store(parts))
     host, port = listener.getsockname()[:2]
-    shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    sys.stdout.write(f"arrow-tq proxy http://{shown}:{port} -> {config.upstream} store={config.store}\n")
+    sys.stdout.write(
+        f"arrow-tq proxy http://{reachable(host)}:{port} -> {config.upstream} store={config.store}\n"
+    )
     sys.stdout.flush()
     await server.serve(sockets=[listener])
     opening.cancel()
@@ -96,17 +98,3 @@ async def _open_store(parts: Parts) -> None:
         await parts.store.run()
     except Exception as error:
         structlog.get_logger("arrow_tq.proxy").warning("the store is not ready", message=str(error))
-
-
-def _listen(config: ProxyConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-    except OSError as error:
-        listener.close()
-        raise Unavailable(
-            f"port {config.port} on {config.host!r}: {error.strerror or error}", port=config.port
-        ) from None
-    return listener

@@ -6,10 +6,8 @@ steps with ``posix_fallocate``, so that a full disk is a clean error and never S
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import threading
@@ -19,11 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from arrow_tq.layout.columns import Buffer
+from arrow_tq.populating import populate
 from arrow_tq.store.space import Space
 from arrow_tq_schemas.errors import StoreFull
 
-MADV_POPULATE_WRITE = 23
-"""Linux 5.14 and later: fault pages in for writing, without touching their content."""
 PAGE = mmap.PAGESIZE
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -124,9 +121,7 @@ class MappedFile:
                 return
             self._populated_bytes = last
             base = np.frombuffer(self.map, np.uint8).ctypes
-            # mmap.madvise would hold the interpreter's lock: 25 ms for 64 MiB were measured.
-            failed = _madvise()(base.data + first, last - first, MADV_POPULATE_WRITE)
-            code = ctypes.get_errno() if failed else 0
+            code = populate(base.data + first, last - first)
             if code not in (0, errno.EINVAL, errno.EFAULT, errno.ENOMEM):
                 raise OSError(code, os.strerror(code), str(self.path))
 
@@ -260,14 +255,6 @@ def full(error: OSError, path: Path, what: str) -> Exception:
     if error.errno not in _FULL:
         return error
     return StoreFull(f"no room for {what}: the filesystem of {path} is full", path=str(path))
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int]:
-    function = ctypes.CDLL(None, use_errno=True).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    function.restype = ctypes.c_int
-    return function
 
 
 def _page_up(size: int) -> int:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.peers.payloads import layers_of
 from benchmarks.peers.system import SYSTEMS
 
 STOP_S = 20.0
@@ -76,6 +75,7 @@ class Outcome:
     system: str
     payload: str
     nbytes: int = 0
+    layers: int = 0
     times: dict[str, list[float]] = field(default_factory=dict)
     failed: str | None = None
 
@@ -105,7 +105,7 @@ class Pair:
         """Build the payload on both sides."""
         reply = self._producer.ask("prepare", payload=payload)
         self._consumer.ask("prepare", payload=payload)
-        return Outcome(self.system, payload, int(str(reply["nbytes"])))
+        return Outcome(self.system, payload, int(str(reply["nbytes"])), int(str(reply["layers"])))
 
     def round(self, outcome: Outcome, layers: range | None) -> None:
         """Put, get, compare, remove; a failure ends this system's part in the payload."""
@@ -164,10 +164,6 @@ def measure(systems: Sequence[str], payload: str, rounds: int, halves: bool) -> 
             outcomes.append(outcome)
         for _ in range(rounds):
             for pair, outcome in pairs:
-                pair.round(outcome, _half(pair.system, payload) if halves else None)
+                can_halve = halves and outcome.layers and SYSTEMS[pair.system].layers
+                pair.round(outcome, range(outcome.layers // 2) if can_halve else None)
         return outcomes
-
-
-def _half(system: str, payload: str) -> range | None:
-    layers = layers_of(payload)
-    return range(layers // 2) if SYSTEMS[system].layers and layers else None

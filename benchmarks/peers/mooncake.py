@@ -76,10 +76,6 @@ def join(address: str, role: str) -> MooncakeEnd:
     return MooncakeEnd(address)
 
 
-def accepts(payload: str) -> str | None:
-    return None
-
-
 def _setup(store: MooncakeDistributedStore, address: str, segment_bytes: int) -> None:
     code = store.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, BUFFER_BYTES, "tcp", "", address)
     if code:

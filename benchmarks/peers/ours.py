@@ -128,7 +128,3 @@ def servers() -> Iterator[str]:
 
 def join(address: str, role: str) -> ArrowTQEnd:
     return ArrowTQEnd(arrow_tq.connect(address))
-
-
-def accepts(payload: str) -> str | None:
-    return None

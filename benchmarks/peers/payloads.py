@@ -20,7 +20,7 @@ class Payload:
     Attributes:
         fields: one list a field, one element a sample.
         nbytes: of all numbers, in the dtype that a store would keep them in.
-        layer_axis: axis of a row item that counts layers, for those that can be asked for a part.
+        layers: how many layers a row of the heavy field has; 0 where it has none.
     """
 
     name: str
@@ -120,10 +120,3 @@ def difference(expected: Payload, fields: Mapping[str, object], layers: range | 
             if not np.array_equal(want, np.asarray(other)):
                 return f"{name}[{index}] differs"
     return None
-
-
-def layers_of(name: str) -> int:
-    """How many layers the payload's heavy field has; 0 where it has none."""
-    return {"indexer-topk": 12, "r3-64x16k-int32-48": 48, "r3-smoke": 4}.get(
-        name, 0 if _MILES.fullmatch(name) else 40
-    )

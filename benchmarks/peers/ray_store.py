@@ -57,7 +57,3 @@ def servers() -> Iterator[str]:
 def join(address: str, role: str) -> RayEnd:
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     return RayEnd()
-
-
-def accepts(payload: str) -> str | None:
-    return None

@@ -41,9 +41,6 @@ class System(Protocol):
     def join(self, address: str, role: str) -> Endpoint:
         """Join as ``producer`` or ``consumer``."""
 
-    def accepts(self, payload: str) -> str | None:
-        """Why that payload cannot go through it; None: it can."""
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:

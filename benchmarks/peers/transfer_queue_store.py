@@ -74,7 +74,3 @@ def join(address: str, role: str) -> TransferQueueEnd:
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     transfer_queue.init()
     return TransferQueueEnd()
-
-
-def accepts(payload: str) -> str | None:
-    return None

@@ -34,7 +34,7 @@ class Worker:
             self._payload = None
             gc.collect()
             self._payload = build(str(request["payload"]))
-            return {"nbytes": self._payload.nbytes}
+            return {"nbytes": self._payload.nbytes, "layers": self._payload.layers}
         if verb == "put":
             return self._put()
         if verb == "get":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from arrow_tq.settings import assigned
-from arrow_tq_schemas.errors import ArrowTQError
+from arrow_tq.cli.serving import serve_with
 from arrow_tq_server.config import load
 from arrow_tq_server.process import run
 
@@ -61,14 +59,7 @@ def serve(
         "join": join,
         "log_level": log_level,
     }
-    try:
-        loaded = load(flags | assigned(setting or ()), config)
-    except ArrowTQError as error:
-        sys.stderr.write(f"arrow-tq serve: {error.code}: {error.message}\n")
-        raise typer.Exit(2) from None
-    code = run(loaded)
-    if code:
-        raise typer.Exit(code)
+    serve_with("serve", load, run, flags, setting, config)
 
 
 def main() -> None:

@@ -7,10 +7,10 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from arrow_tq.listening import bind, bracketed, reachable
 from arrow_tq_schemas.errors import InvalidInput, Unavailable
 from arrow_tq_server.config import ServerConfig
 
-EVERY_ADDRESS = ("0.0.0.0", "::", "")
 UNIX_PATH_BYTES_MAX = 107
 """What the kernel takes."""
 
@@ -32,11 +32,11 @@ class Ports:
         """Raises ``Unavailable`` naming the port that another process has."""
         flight = None
         if config.unix_socket is None:
-            flight = _bind(config.host, config.port, "port")
+            flight = bind(config.host, config.port, "port")
         else:
             _clear(config.unix_socket)
         try:
-            http = _bind(config.host, config.http_port, "http_port")
+            http = bind(config.host, config.http_port, "http_port")
         except BaseException:
             if flight is not None:
                 flight.close()
@@ -50,18 +50,18 @@ class Ports:
         """What gRPC is told to bind."""
         if self.unix_socket is not None:
             return f"grpc+unix://{self.unix_socket.absolute()}"
-        return f"{self.scheme}://{_bracketed(self.host)}:{self.flight_port}"
+        return f"{self.scheme}://{bracketed(self.host)}:{self.flight_port}"
 
     @property
     def url(self) -> str:
         if self.unix_socket is not None:
             return self.location
-        return f"{self.scheme}://{_reachable(self.host)}:{self.flight_port}"
+        return f"{self.scheme}://{reachable(self.host)}:{self.flight_port}"
 
     @property
     def http_url(self) -> str:
         scheme = "http" if self.scheme == "grpc" else "https"
-        return f"{scheme}://{_reachable(self.host)}:{self.http.getsockname()[1]}"
+        return f"{scheme}://{reachable(self.host)}:{self.http.getsockname()[1]}"
 
     def let_go(self) -> None:
         """Free the Flight port for gRPC, which does not share it."""
@@ -85,28 +85,3 @@ def _clear(path: Path) -> None:
             path.unlink()
             return
     raise Unavailable(f"unix_socket {str(path)!r}: another process serves it", setting="unix_socket")
-
-
-def _bind(host: str, port: int, setting: str) -> socket.socket:
-    listener = socket.socket(_family(host), socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise Unavailable(
-            f"{setting} {port} on {host!r}: {error.strerror or error}", setting=setting, port=port
-        ) from None
-    return listener
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _reachable(host: str) -> str:
-    return socket.gethostname() if host in EVERY_ADDRESS else _bracketed(host)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

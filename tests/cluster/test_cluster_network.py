@@ -26,8 +26,8 @@ from tests.cluster.test_cluster_faults import (
     spread_session,
     tokens_of,
 )
-from tests.clusters import free_port, numbers_by_url, wait_up
-from tests.serving import Server
+from tests.clusters import numbers_by_url, wait_up
+from tests.serving import Server, quiet_ports
 
 LEASE_S = 2.0
 SHARDS = 3
@@ -38,7 +38,7 @@ class Site:
 
     def __init__(self, folder: Path, net: Net, stack: ExitStack) -> None:
         more = ["--insecure", "--set", "drain_s=3"]
-        role = ["--role", "catalog", "--set", f"lease_s={LEASE_S}", "--port", str(free_port())]
+        role = ["--role", "catalog", "--set", f"lease_s={LEASE_S}", "--port", str(quiet_ports(1)[0])]
         self.catalog = stack.enter_context(
             Server(*folders(folder, "catalog"), "--host", net.host, *more, *role)
         )

@@ -18,7 +18,7 @@ from tests.proxy import processes
 from tests.proxy.agents import check_segments
 from tests.proxy.conftest import RUN, SIZES
 from tests.proxy.processes import ROOT
-from tests.serving import Server
+from tests.serving import Server, quiet_ports
 
 DOCS = ROOT / "docs"
 PROMPT = list(b"A prompt of some tokens")
@@ -39,7 +39,7 @@ def test_a_proxy_of_ones_own(tmp_path: Path) -> None:
     ):
         routing = fields.routed_experts(layers=SIZES.layers, topk=SIZES.topk, num_experts=SIZES.experts)
         run = store.run(RUN, fields=[fields.token_ids(), fields.logprobs(), routing])
-        port = free_port()
+        (port,) = quiet_ports(1)
         where = [
             "--upstream",
             f"{upstream.url}/sglang",
@@ -85,15 +85,6 @@ def test_the_metrics_page_names_every_metric() -> None:
     page = (DOCS / "proxy.md").read_text()
     names = {metric.name.removeprefix(PREFIX) for metric in Metrics().registry.collect()}
     assert all(name in page for name in names), names
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def wait_for(url: str) -> None:

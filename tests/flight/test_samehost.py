@@ -23,6 +23,7 @@ from arrow_tq.client.samehost import host, mappings
 from arrow_tq.interface import Store
 from arrow_tq.runs import Run
 from arrow_tq.store import host_share
+from arrow_tq.testing.scenes import wait_until
 from arrow_tq_schemas.receipts import Receipt
 from arrow_tq_schemas.spans import to_spans
 from tests.serving import Server
@@ -69,13 +70,6 @@ def request(run: Run, field: Field, receipt: Receipt, wait_s: float = 0.0) -> Re
 
 def read(run: Run, receipt: Receipt) -> list[Rows]:
     return list(run.backend.read(request(run, EXPERTS, receipt)))
-
-
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.05)
 
 
 def test_reads_are_views_of_the_servers_memory(store: Store, run: Run) -> None:
@@ -158,7 +152,7 @@ def test_a_view_keeps_its_rows(store: Store, run: Run) -> None:
         read(run, receipt)
     for number in range(3):
         write(run, f"t{number}", 2)
-    until(lambda: store.stats()["client_host_mapped_extents"] <= 1)
+    wait_until(lambda: store.stats()["client_host_mapped_extents"] <= 1, 20)
     assert np.array_equal(rows.values, experts(1)), "nothing is written over it while it is viewed"
 
 
@@ -280,7 +274,7 @@ def test_released_bytes_count_until_nobody_maps_them(own: Server) -> None:
         assert client.stdout.readline() == "mapped\n"
         run.discard(["s"], reason="test")
         # A live extent without chunks is sealed when it was idle for 15 s; then it waits for the views.
-        until(lambda: store.stats()["zombie_bytes"] > 0, 40)
+        wait_until(lambda: store.stats()["zombie_bytes"] > 0, 40)
         both = store.stats()["zombie_bytes"]
         assert np.array_equal(rows.values, experts(5))
         del rows
@@ -290,7 +284,7 @@ def test_released_bytes_count_until_nobody_maps_them(own: Server) -> None:
         client.wait()
         client.stdin.close()
         client.stdout.close()
-        until(lambda: store.stats()["zombie_bytes"] == 0)
+        wait_until(lambda: store.stats()["zombie_bytes"] == 0, 20)
 
 
 def test_pending_chunks_are_waited_for(run: Run) -> None:

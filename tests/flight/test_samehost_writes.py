@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from arrow_tq.backend import Read
 from arrow_tq.client import ClientOptions
 from arrow_tq.interface import Store
 from arrow_tq.runs import Run
+from arrow_tq.testing.scenes import wait_until
 from arrow_tq_schemas.spans import to_spans
 from tests.serving import Server
 
@@ -158,10 +158,11 @@ def test_a_long_put_fills_file_after_file(server: Server, new_name: Callable[[],
         files = list(server.memory_dir.glob(f"extents/{run.name}/routed_experts.0/*.arrows"))
         assert len(files) > 2
     with arrow_tq.connect(server.url, options=WIRE) as wired:
-        until(
+        wait_until(
             lambda: (
                 wired.stats()["used_bytes"] - before["used_bytes"] < 1.1 * (routed.nbytes + 4 * len(routed))
-            )
+            ),
+            20,
         )
         assert wired.stats()["grants"] == before["grants"]
     with arrow_tq.connect(server.url) as store:
@@ -169,13 +170,6 @@ def test_a_long_put_fills_file_after_file(server: Server, new_name: Callable[[],
         spans = Read(run.name, EXPERTS, 0, None, to_spans(receipt.spans()))
         got = np.concatenate([rows.values for rows in reading.backend.read(spans)])
         assert np.array_equal(got, routed)
-
-
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.05)
 
 
 def test_the_server_dies_with_chunks_unadopted(tmp_path: Path) -> None:

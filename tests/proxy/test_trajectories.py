@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +22,7 @@ from tests.proxy.conftest import RUN, SIZES
 from tests.proxy.processes import Process
 from tests.proxy.replay import Rollout, Tally, Upset, check, needs_trajectories, play, trajectories
 from tests.proxy.upstream_engine import Sizes
-from tests.serving import Server
+from tests.serving import Server, quiet_ports
 
 LARGE = Sizes(layers=32, topk=8, experts=64)
 PSS_MAX = 300 << 20
@@ -77,20 +75,6 @@ def scene(
         recorder = ["--store", server.url, "--run", RUN]
         with processes.upstream(folder / "upstream.log", *shape, *recorder, *engine_flags) as upstream:
             yield server, upstream, store
-
-
-def quiet_ports(count: int) -> list[int]:
-    """Free ports below those that outgoing connections get: nobody takes them while a process restarts."""
-    found: list[int] = []
-    with contextlib.ExitStack() as held:
-        while len(found) < count:
-            listener = held.enter_context(socket.socket())
-            try:
-                listener.bind(("127.0.0.1", random.randrange(15_000, 30_000)))
-            except OSError:
-                continue
-            found.append(listener.getsockname()[1])
-    return found
 
 
 def metric(proxy_url: str, name: str) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,14 +30,6 @@ from arrow_tq_schemas.commands import (
     TaskSpec,
 )
 from tests.catalog_scenes import Scene
-
-
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    scene = Scene(tmp_path / "catalog.sqlite")
-    scene.run(tasks=[TaskSpec(name="actor"), TaskSpec(name="critic", fields=["token_ids"])])
-    yield scene
-    scene.catalog.close()
 
 
 def mark(scene: Scene, name: str, epoch: int = 0) -> MarkInfo:

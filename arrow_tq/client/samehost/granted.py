@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 
 from arrow_tq.client.samehost.host import Host
 from arrow_tq.layout.appender import Appender, Reserved
 from arrow_tq.layout.columns import ColumnLayout
+from arrow_tq.populating import populate
 from arrow_tq_schemas.commands import ExtentGrant, GrantExtent
 from arrow_tq_schemas.errors import ArrowTQError, Unsupported
 from arrow_tq_schemas.fields import Field
@@ -27,7 +26,6 @@ CHUNKS_A_GRANT = 4
 REFUSED_S = 10.0
 """How long the wire is used after a grant was refused."""
 POPULATE_BYTES = 4 * MIB
-MADV_POPULATE_WRITE = 23
 
 
 class Granted:
@@ -55,11 +53,10 @@ class Granted:
 
     def _populate(self) -> None:
         """Fault memory in ahead of the writer, in steps that it hardly notices."""
-        madvise = _madvise()
         first = self._memory.ctypes.data
         for place in range(0, self.size_bytes, POPULATE_BYTES):
             size = min(POPULATE_BYTES, self.size_bytes - place)
-            if madvise(first + place, size, MADV_POPULATE_WRITE):
+            if populate(first + place, size):
                 # An older kernel, or a file that was cut: whoever writes faults its pages in.
                 return
 
@@ -150,10 +147,3 @@ class Writer:
             return None
         self._next_bytes = min(2 * wanted, GRANT_BYTES[1])
         return granted
-
-
-def _madvise() -> Callable[[int, int, int], int]:
-    function = ctypes.CDLL(None, use_errno=True).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    function.restype = ctypes.c_int
-    return function

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from arrow_tq.backend import Header, Place
 from arrow_tq.client.connection import Connection
-from arrow_tq.client.pending import PendingPut, Room
+from arrow_tq.client.pending import JoinedPuts, PendingPut, Room
 from arrow_tq.client.puts import Puts
 from arrow_tq.client.samehost.adopter import Adopter, Written
 from arrow_tq.client.samehost.granted import Granted, Writer
@@ -78,8 +78,8 @@ class HostWrites:
         self._let_go(held, size)
         return None
 
-    def stored(self, run: str, places: Sequence[Place]) -> AllOf:
-        return AllOf([place.handle for place in places if isinstance(place, HostPlace)])
+    def stored(self, run: str, places: Sequence[Place]) -> JoinedPuts:
+        return JoinedPuts([place.handle for place in places if isinstance(place, HostPlace)])
 
     def published(self, items: Sequence[Written]) -> None:
         """Chunks that are complete in their files."""
@@ -218,15 +218,3 @@ class HostPlace:
     def withdraw(self) -> None:
         if self._items:
             self._writes.withdraw(self._items[0].writer.run, self._items)
-
-
-class AllOf:
-    """A put in several places."""
-
-    def __init__(self, handles: Sequence[PendingPut]) -> None:
-        self._handles = handles
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        for handle in self._handles:
-            handle.wait(None if until is None else max(until - time.monotonic(), 0.0))
