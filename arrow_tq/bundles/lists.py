@@ -29,9 +29,9 @@ _MARSHAL_VERSION = 2
 """Binary floats, and no references between equal objects."""
 _INT_RECORD = np.dtype([("code", "u1"), ("value", "<i4")])
 _FLOAT_RECORD = np.dtype([("code", "u1"), ("value", "<f8")])
-_LIST, _INT, _FLOAT = b"[ig"
-_HEAD_BYTES = 5
+_HEAD = _INT_RECORD
 """Of a marshalled list: its code and its length."""
+_LIST, _INT, _FLOAT = b"[ig"
 
 INT32, INT64, FLOAT, BOOL = "int32", "int64", "float", "bool"
 DTYPES = {INT32: "<i4", INT64: "<i8", FLOAT: "<f8", BOOL: "|b1"}
@@ -116,15 +116,16 @@ class _Lists:
 
     def _write_floats(self, rows: list[list[object]], flat: npt.NDArray[np.generic]) -> None:
         try:
-            raw = marshal.dumps(list(chain.from_iterable(rows)), _MARSHAL_VERSION)
+            raw = marshal.dumps(rows, _MARSHAL_VERSION)
         except ValueError:
             raise LayoutMiss(self._name, OBJECTS) from None
-        if len(raw) != len(flat) * _FLOAT_RECORD.itemsize + _HEAD_BYTES:
+        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+        if len(raw) != (1 + len(rows)) * _HEAD.itemsize + len(flat) * _FLOAT_RECORD.itemsize:
             raise LayoutMiss(self._name, OBJECTS)
-        table = np.frombuffer(raw, _FLOAT_RECORD, offset=_HEAD_BYTES)
-        if (table["code"] != _FLOAT).any():
+        table = _floats_of(raw, lengths)
+        if table is None or (table["code"] != _FLOAT).any():
             raise LayoutMiss(self._name, OBJECTS)
-        flat[:] = table["value"]
+        flat.reshape(table.shape)[:] = table["value"]
 
     def _write_checked(self, rows: list[list[object]], flat: npt.NDArray[np.generic], kind: type) -> None:
         if set(map(type, chain.from_iterable(rows))) - {kind}:
@@ -133,3 +134,23 @@ class _Lists:
             flat[:] = np.fromiter(chain.from_iterable(rows), self._dtype, len(flat))
         except (OverflowError, ValueError):
             raise LayoutMiss(self._name, OBJECTS) from None
+
+
+def _floats_of(raw: bytes, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.void] | None:
+    """Records of the elements of marshalled lists, if elements are floats; None where lists are not there.
+
+    ``[rows, length]`` where all are equally long, a view then, otherwise flat.
+    """
+    head, item = _HEAD.itemsize, _FLOAT_RECORD.itemsize
+    sizes = head + lengths * item
+    ends = head + np.cumsum(sizes)
+    starts = ends - sizes
+    data = np.frombuffer(raw, np.uint8)
+    heads = data[starts[:, np.newaxis] + np.arange(head)].view(_HEAD)[:, 0]
+    if (heads["code"] != _LIST).any() or (heads["value"] != lengths).any():
+        return None
+    if len(lengths) and (lengths == lengths[0]).all():
+        shape, strides = (len(lengths), int(lengths[0])), (int(sizes[0]), item)
+        return np.ndarray(shape, _FLOAT_RECORD, raw, 2 * head, strides)
+    places = zip((starts + head).tolist(), ends.tolist(), strict=True)
+    return np.frombuffer(b"".join([raw[first:end] for first, end in places]), _FLOAT_RECORD)

@@ -1,24 +1,28 @@
-"""Bundles over Flight: gathered into a few blocks of memory that are used again and again."""
+"""Bundles over Flight: written into the server's own files, or gathered into memory that is used again."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from arrow_tq.backend import Backend, Fill, PutHandle
+from arrow_tq.backend import Backend, Fill, Header, Placer, PutHandle
 from arrow_tq.client.cluster import Cluster
 from arrow_tq_schemas.bundles import BUNDLE_FIELD, checksummed, chunk_header, chunk_id
-from arrow_tq_schemas.chunks import Chunk
+from arrow_tq_schemas.chunks import Chunk, ChunkHeader
 from arrow_tq_schemas.commands import DropChunks, RunInfo
 from arrow_tq_schemas.errors import ArrowTQError
 from arrow_tq_schemas.ids import IdSeries
 
 CHUNK_BYTES = 3 << 20
 """One message each."""
+CLEAN_UP_S = 10.0
+"""How long a bundle that failed waits for its chunks before it drops them."""
 Memory = npt.NDArray[np.uint8]
 
 
@@ -44,10 +48,20 @@ class Staging:
                 self._free.append(block)
 
 
-class FlightBundleWriter:
-    """Implements ``BundleWriter``: gathers, hashes and hands over, while other blocks travel.
+@dataclass(frozen=True, slots=True, eq=False)
+class Underway:
+    """A chunk that is not stored yet; ``block`` where it is sent from one."""
 
-    All chunks of a bundle are on one shard, which its id says.
+    handle: PutHandle
+    nbytes: int
+    block: Memory | None
+
+
+class FlightBundleWriter:
+    """Implements ``BundleWriter``: gathers and hashes a chunk while others are taken over, or travel.
+
+    On the server's machine a chunk is gathered where it stays; otherwise, and where no room is granted, in a
+    staging block. All chunks of a bundle are on one shard, which its id says.
     """
 
     chunk_bytes = CHUNK_BYTES
@@ -67,40 +81,70 @@ class FlightBundleWriter:
         self._info = info
         self._staging_bytes_max = staging_bytes_max
         self._wait_s = wait_s
+        self._placer: Placer | None = backend.placer
         self.bundle_id = IdSeries().next(cluster.place()).hex
         self._written = 0
-        self._travelling: deque[tuple[PutHandle, Memory]] = deque()
-        self._travelling_bytes = 0
+        self._underway: deque[Underway] = deque()
+        self._underway_bytes = 0
 
     def write(self, nbytes: int, fill: Fill) -> None:
-        while self._travelling and self._travelling_bytes + nbytes > self._staging_bytes_max:
+        while self._underway and self._underway_bytes + nbytes > self._staging_bytes_max:
             self._settle()
-        block = self._staging.take(nbytes)
-        values = block[:nbytes]
-        fill(values)
         header = chunk_header(self.bundle_id, self._written, nbytes, self._info.run, self._info.epoch)
-        header = checksummed(header, values)
+        one = self._place(header, fill) or self._send(header, fill)
         self._written += 1
-        handle = self._cluster.put(BUNDLE_FIELD, [Chunk(header, values, None)])
-        self._travelling.append((handle, block))
-        self._travelling_bytes += len(block)
+        self._underway.append(one)
+        self._underway_bytes += one.nbytes
 
     def finish(self) -> None:
-        while self._travelling:
+        while self._underway:
             self._settle()
 
     def abandon(self) -> None:
-        # What travels still uses its memory, which is left to it.
-        self._travelling.clear()
+        # A chunk that arrives after it was dropped would stay.
+        until = time.monotonic() + CLEAN_UP_S
+        for one in self._underway:
+            with contextlib.suppress(ArrowTQError):
+                one.handle.wait(max(until - time.monotonic(), 0.0))
+        self._underway.clear()
         ids = [chunk_id(self.bundle_id, index).hex for index in range(self._written)]
         if ids:
             # Where nobody can be told, it is reaped as an orphan.
             with contextlib.suppress(ArrowTQError):
                 self._backend.execute(DropChunks(run=self._info.run, chunk_ids=ids))
 
+    def _place(self, header: ChunkHeader, fill: Fill) -> Underway | None:
+        """Gather it in the server's memory; None where there is no room given away."""
+        if self._placer is None:
+            return None
+        # As long with any other checksum: the values come first, and are hashed where they lie.
+        place = self._placer.reserve(BUNDLE_FIELD, header.run, header.rows, len(header.to_bytes()))
+        if place is None:
+            return None
+        try:
+            values = place.values[0].view(np.uint8)
+            fill(values)
+            header = checksummed(header, values)
+            place.publish(
+                [Header(header.chunk_id, header.epoch, header.start, header.checksum, header.to_bytes())]
+            )
+        except BaseException:
+            place.abandon()
+            raise
+        return Underway(self._placer.stored(header.run, [place]), header.rows, None)
+
+    def _send(self, header: ChunkHeader, fill: Fill) -> Underway:
+        """By way of a staging block."""
+        block = self._staging.take(header.rows)
+        values = block[: header.rows]
+        fill(values)
+        handle = self._cluster.put(BUNDLE_FIELD, [Chunk(checksummed(header, values), values, None)])
+        return Underway(handle, len(block), block)
+
     def _settle(self) -> None:
-        handle, block = self._travelling[0]
-        handle.wait(self._wait_s)
-        self._travelling.popleft()
-        self._travelling_bytes -= len(block)
-        self._staging.give(block)
+        one = self._underway[0]
+        one.handle.wait(self._wait_s)
+        self._underway.popleft()
+        self._underway_bytes -= one.nbytes
+        if one.block is not None:
+            self._staging.give(one.block)

@@ -40,7 +40,7 @@ LEASE_S = 30.0
 """A grant that its client neither uses nor renews for so long ends."""
 GRANTS_MAX = 1024
 FILL_MAX = 0.7
-"""Of the capacity, above which nothing is granted: what is left is for chunks as they come."""
+"""Of the capacity, and of a run's quota, above which nothing is granted: the rest is for chunks that come."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +90,10 @@ class Grants:
         used_bytes = site.spaces.store.used_bytes - site.recycling.kept_bytes
         if used_bytes + size_bytes > FILL_MAX * site.spaces.store.capacity_bytes:
             raise StoreFull(f"no grant of {size_bytes} bytes above a fill of {FILL_MAX}")
+        space = site.spaces.of(key.run)
+        run_bytes = space.used_bytes - site.recycling.kept_of(key.run, GrantedFile.pool + key.run)
+        if run_bytes + size_bytes > FILL_MAX * space.capacity_bytes:
+            raise StoreFull(f"no grant of {size_bytes} bytes above {FILL_MAX} of the quota of {key.run!r}")
         if len(self._grants) >= GRANTS_MAX:
             raise StoreFull(f"no grant: {GRANTS_MAX} are out")
         stream = self._shard.locked_stream(key, field)

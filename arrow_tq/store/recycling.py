@@ -47,6 +47,11 @@ class Recycling:
         with self._lock:
             return sum(spare.file.allocated_bytes for spare in self._spares)
 
+    def kept_of(self, *runs: str) -> int:
+        """Bytes kept for these runs."""
+        with self._lock:
+            return sum(spare.file.allocated_bytes for spare in self._spares if spare.run in runs)
+
     def put_aside(self, file: MappedFile) -> None:
         """Take a file's name away from where extents are, whoever still maps it."""
         with self._lock:

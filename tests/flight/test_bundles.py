@@ -49,6 +49,33 @@ def test_generated_dicts_travel(remote: Store) -> None:
     travels()
 
 
+def test_on_the_servers_machine_a_bundle_is_gathered_where_it_stays(server: Server) -> None:
+    value = train_dict(600) | {"media": [os.urandom(5 * MIB), None]}
+    wire = ClientOptions(same_host=False)
+    with arrow_tq.connect(server.url) as store, arrow_tq.connect(server.url, options=wire) as wired:
+        ref = store.put_bundle(value)
+        stats = store.stats()
+        assert stats["client_host_puts"] >= 3
+        assert stats["client_host_put_bytes"] > 6 * MIB
+        same(value, wired.get_bundle(ref))
+        same(value, store.get_bundle(ref))
+        assert wired.stats()["client_host_puts"] == 0
+        same(value, store.get_bundle(wired.put_bundle(value)))
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+def test_a_put_that_fails_late_leaves_nothing(server: Server, same_host: bool) -> None:
+    value = {
+        "x": [np.full(MIB, index, np.uint8) for index in range(12)],
+        "y": [[1.0] * 200_000, [1.0] * 200_000 + ["no number", object()]],
+    }
+    with arrow_tq.connect(server.url, options=ClientOptions(same_host=same_host)) as store:
+        before = store.stats()["chunks"]
+        with pytest.raises(errors.InvalidInput, match=r"y\[1\]"):
+            store.put_bundle(value)
+        assert store.stats()["chunks"] == before
+
+
 def test_large_rows_and_many_messages(server: Server) -> None:
     options = ClientOptions(bundle_staging_bytes_max=8 * MIB, get_streams=2)
     value = {

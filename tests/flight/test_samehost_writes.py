@@ -131,6 +131,19 @@ def test_a_full_store_grants_nothing(tmp_path: Path) -> None:
         assert np.array_equal(fetched(run), routed)
 
 
+def test_a_quota_is_not_granted_away(tmp_path: Path) -> None:
+    flags = ("--set", f"run_quota_bytes={10 << 20}")
+    with (
+        Server(tmp_path / "data", tmp_path / "memory", *flags) as own,
+        arrow_tq.connect(own.url) as store,
+        arrow_tq.connect(own.url, options=WIRE) as wired,
+    ):
+        routed = experts(2000)
+        write(store.run("r", fields=FIELDS), "s", routed)
+        assert store.stats()["grants"] == 1, "a second one would leave nothing for chunks that are sent"
+        write(wired.run("r"), "sent", experts(10_000))
+
+
 def test_idle_grants_are_given_back(server: Server, new_name: Callable[[], str]) -> None:
     with arrow_tq.connect(server.url) as store:
         run = store.run(new_name(), fields=FIELDS)

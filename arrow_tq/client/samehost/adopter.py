@@ -189,5 +189,6 @@ class Adopter:
         with self._changed:
             for item in settled:
                 item.granted.unadopted -= 1
+                item.granted.let_go()
             self._busy -= len(settled)
             self._changed.notify_all()

@@ -9,6 +9,7 @@ import threading
 import time
 
 import numpy as np
+import numpy.typing as npt
 
 from arrow_tq.client.samehost.host import Host
 from arrow_tq.layout.appender import Appender, Reserved
@@ -19,8 +20,11 @@ from arrow_tq_schemas.errors import ArrowTQError, Unsupported
 from arrow_tq_schemas.fields import Field
 
 MIB = 1 << 20
-GRANT_BYTES = (4 * MIB, 64 * MIB)
-"""The first file a writer asks for, and the largest; each is twice the one before."""
+GRANT_BYTES = (4 * MIB, 32 * MIB)
+"""The first file a writer asks for, and the usual largest; each is twice the one before. A writer maps two or
+three of them at a time, and the pages that it wrote count as its process's memory."""
+GRANT_BYTES_MAX = 64 * MIB
+"""Of a file for chunks that are large."""
 CHUNKS_A_GRANT = 4
 """Of the largest chunk met so far: a file holds so many at least."""
 REFUSED_S = 10.0
@@ -47,13 +51,33 @@ class Granted:
         self.size_bytes = told.size_bytes
         self.lease_s = told.lease_s
         self.unadopted = 0
-        self._memory = np.frombuffer(mapping, np.uint8)
-        self.appender = Appender(self._memory, layout, used_bytes=told.used_bytes)
+        self._full = False
+        self._memory: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, np.uint8)
+        self._appender: Appender | None = Appender(self._memory, layout, used_bytes=told.used_bytes)
         threading.Thread(target=self._populate, name="arrow-tq-granted", daemon=True).start()
+
+    @property
+    def appender(self) -> Appender:
+        """Where chunks are written; not after ``filled``."""
+        assert self._appender is not None
+        return self._appender
+
+    def filled(self) -> None:
+        """Nothing is written any more: its memory goes when the last chunk is adopted."""
+        self._full = True
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Unmap a file that is full and adopted. Whoever still views a chunk of it holds the mapping."""
+        if self._full and not self.unadopted:
+            self._memory = self._appender = None
 
     def _populate(self) -> None:
         """Fault memory in ahead of the writer, in steps that it hardly notices."""
-        first = self._memory.ctypes.data
+        memory = self._memory
+        if memory is None:
+            return
+        first = memory.ctypes.data
         for place in range(0, self.size_bytes, POPULATE_BYTES):
             size = min(POPULATE_BYTES, self.size_bytes - place)
             if populate(first + place, size):
@@ -87,10 +111,10 @@ class Writer:
         self.used_at = time.monotonic()
         granted = self.current
         if granted is not None and granted.appender.used_bytes + length + 64 > granted.size_bytes:
-            self.full.append(granted)
+            self._filled(granted)
             granted, self.spare = self.spare, None
             if granted is not None and granted.appender.used_bytes + length + 64 > granted.size_bytes:
-                self.full.append(granted)
+                self._filled(granted)
                 granted = None
             self.current = granted
         if granted is None:
@@ -123,6 +147,10 @@ class Writer:
             if granted in self.full:
                 self.full.remove(granted)
 
+    def _filled(self, granted: Granted) -> None:
+        self.full.append(granted)
+        granted.filled()
+
     def _prepare(self, length: int) -> None:
         """Have the next file ready before the current one is full."""
         spare = self._ask(length)
@@ -132,7 +160,7 @@ class Writer:
     def _ask(self, length: int) -> Granted | None:
         proof = self._host.proof()
         wanted = max(self._next_bytes, -(-CHUNKS_A_GRANT * length // MIB) * MIB)
-        if proof is None or time.monotonic() < self._refused_until or wanted > GRANT_BYTES[1]:
+        if proof is None or time.monotonic() < self._refused_until or wanted > GRANT_BYTES_MAX:
             return None
         command = GrantExtent(
             run=self.run, field=self.field.name, group=self.group, proof=proof, size_bytes=wanted
@@ -145,5 +173,5 @@ class Writer:
                 never = isinstance(error, Unsupported)
                 self._refused_until = float("inf") if never else time.monotonic() + REFUSED_S
             return None
-        self._next_bytes = min(2 * wanted, GRANT_BYTES[1])
+        self._next_bytes = min(2 * wanted, max(self._next_bytes, GRANT_BYTES[1]))
         return granted
