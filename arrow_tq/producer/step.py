@@ -18,6 +18,7 @@ from arrow_tq_schemas.commands import Done, DropChunks, StepCommit
 from arrow_tq_schemas.errors import ArrowTQError, Conflict, MalformedMessage
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.receipts import Receipt, chunk_ids
+from arrow_tq_schemas.trusted import trusted
 
 if TYPE_CHECKING:
     from arrow_tq.producer.session import Session
@@ -54,7 +55,7 @@ class Step:
         self._written: list[Receipt] = []
         self._pending: list[PutHandle] = []
         self._streams: list[StepStream] = []
-        self._blobs = StepBlobs(self)
+        self._blobs = StepBlobs()
         self._state = "open"
 
     def put(self, field: str, array: object, start: int) -> Receipt:
@@ -127,7 +128,7 @@ class Step:
             StoreFull: no room; retryable.
         """
         self.check_open("attach_blob")
-        return self._blobs.attach(data, media_type)
+        return self._blobs.attach(self, data, media_type)
 
     def stream(self, field: str, window_tokens: int = 32) -> StepStream:
         """Write a field as its rows come, the last ``window_tokens`` of which may still be replaced.
@@ -233,26 +234,30 @@ class Step:
                 self.session.run.backend.commit(self._record())
                 return
             except ArrowTQError as error:
-                if not self._blobs.bring(error):
+                if not self._blobs.bring(self, error):
                     raise
             self.flush()
 
     def _record(self) -> StepCommit:
         run = self.session.run
-        return StepCommit.model_construct(
-            run=run.name,
-            epoch=run.epoch,
-            session_id=self.session.id,
-            step_id=self.id,
-            parent=self._branch.parent,
-            retry_of=self._branch.retry_of,
-            tools=self._branch.tools,
-            extends=self._branch.extends,
-            messages=self._messages,
-            version=self._version,
-            sampled=self._sampled,
-            receipts=self._receipts,
-            blobs=self._blobs.record(),
+        # All of it was checked when it was given; the server checks it again.
+        return trusted(
+            StepCommit,
+            {
+                "run": run.name,
+                "epoch": run.epoch,
+                "session_id": self.session.id,
+                "step_id": self.id,
+                "parent": self._branch.parent,
+                "messages": self._messages,
+                "version": self._version,
+                "sampled": self._sampled,
+                "receipts": self._receipts,
+                "tools": self._branch.tools,
+                "retry_of": self._branch.retry_of,
+                "extends": self._branch.extends,
+                "blobs": self._blobs.record(),
+            },
         )
 
     def check_open(self, what: str) -> None:

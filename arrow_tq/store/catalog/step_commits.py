@@ -16,6 +16,7 @@ from arrow_tq_schemas.commands import StepCommit, StepResult
 from arrow_tq_schemas.errors import ArrowTQError, InvalidInput
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.receipts import Receipt
+from arrow_tq_schemas.trusted import trusted
 
 
 class StepCommits:
@@ -104,7 +105,7 @@ class StepCommits:
             return _failed(commit, outcome.error)
         self.committed += 1
         assert outcome.value is not None
-        return StepResult.model_construct(step_id=commit.step_id, step_index=outcome.value, error=None)
+        return trusted(StepResult, {"step_id": commit.step_id, "step_index": outcome.value, "error": None})
 
 
 def _failed(commit: StepCommit, error: ArrowTQError | Again) -> StepResult:

@@ -1,4 +1,7 @@
-"""The writer thread: takes queued operations and commits many in one transaction.
+"""The writer: takes queued operations and commits many in one transaction.
+
+A thread of its own does that, or, where nothing else is under way, the very thread that brings an operation:
+to hand it over and to be woken again costs more than most operations.
 
 An operation that fails rolls back alone. Callers get their results after
 COMMIT, together with what they must do then (free chunks).
@@ -94,6 +97,8 @@ class Writer:
         self._waiters = waiters
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(config.queue_max)
+        self._turn = threading.Lock()
+        """Held by whoever uses the connection."""
         self._closing = threading.Lock()
         self._closed = False
         self._full_wanted = False
@@ -119,6 +124,8 @@ class Writer:
             )
         try:
             job = _Job(applies)
+            if self._lead(job):
+                return job.outcomes
             job.done.acquire()
             with self._closing:
                 if self._closed:
@@ -142,7 +149,23 @@ class Writer:
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             raise InternalError(f"the catalog's writer did not stop within {CLOSE_S} s")
-        self._connection.close()
+        with self._turn:
+            self._connection.close()
+
+    def _lead(self, job: _Job) -> bool:
+        """Do it here and now, if nothing else is under way; False: it has to be queued.
+
+        Never in the main thread: an interrupt there could end in the middle of a transaction.
+        """
+        if threading.current_thread() is threading.main_thread() or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if self._closed or not self._jobs.empty():
+                return False
+            self._transact([job])
+        finally:
+            self._turn.release()
+        return True
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -163,7 +186,8 @@ class Writer:
                     break
             closing = job is None
             if batch:
-                self._transact(batch)
+                with self._turn:
+                    self._transact(batch)
 
     def _transact(self, batch: list[_Job]) -> None:
         """One transaction. Whatever happens, every job gets its outcomes."""
@@ -178,7 +202,8 @@ class Writer:
         if committed and any(change.wakes for job in batch for change in job.changes):
             self._waiters.wake()
         for job in batch:
-            job.done.release()
+            if job.done.locked():
+                job.done.release()
 
     def _attempt(self, batch: list[_Job]) -> bool:
         connection = self._connection
