@@ -19,6 +19,7 @@ from arrow_tq.intervals import (
     subtract,
     union,
 )
+from arrow_tq.store.compose_plain import plain_segment
 from arrow_tq.store.receipt_spans import chunks_by_field, joined, owned_ids, valid_runs, whole_spans
 from arrow_tq.store.trees import NO_PARENT, VIEWS, Stretch, breaks
 from arrow_tq_schemas.errors import InvalidInput
@@ -114,6 +115,28 @@ def compose(
         InvalidInput: a segment of more than ``SPANS_MAX`` spans.
     """
     declared = {field.name: field for field in fields}
+    plain = _plain(steps, declared, segment_ids)
+    return _compose(steps, declared, segment_ids, view) if plain is None else [plain]
+
+
+def _plain(
+    steps: Sequence[TreeStep], declared: Mapping[str, Field], segment_ids: Callable[[int], str]
+) -> ComposedSegment | None:
+    found = plain_segment(steps, declared, segment_ids(0))
+    if found is None or sum(map(len, found[0].spans.values())) > SPANS_MAX:
+        return None
+    manifest, complete = found
+    versions = tuple(dict.fromkeys(step.version for step in steps if step.version is not None))
+    loss_tokens = sum(end - start for start, end in manifest.loss.tolist())
+    return ComposedSegment(manifest, complete, loss_tokens, versions, "end", len(steps) - 1)
+
+
+def _compose(
+    steps: Sequence[TreeStep],
+    declared: Mapping[str, Field],
+    segment_ids: Callable[[int], str],
+    view: str,
+) -> list[ComposedSegment]:
     parents, cuts = [step.parent for step in steps], [step.cut for step in steps]
     stretches = VIEWS[view](parents, cuts)
     chains: dict[int, _Chain] = {}

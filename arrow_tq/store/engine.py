@@ -113,6 +113,7 @@ class Engine:
         self._reader = Reader(self._shard, self._catalog)
         self._host_share = HostShare(memory_dir, self._reader, self._shard.grants, self)
         self._rewrites = Rewrites(self._chunks, self._catalog)
+        self._catalog.tell_created(self._rewrites.created)
         self._attempts = Attempts(self._chunks, self._catalog)
         self._commits = Commits(self._commit_together)
         self._admission = Admission(self._chunks, self._catalog, config.soft_mark)

@@ -113,6 +113,10 @@ class Catalog:
             if connection.execute("SELECT 1 FROM runs WHERE durability = 'disk' LIMIT 1").get is not None:
                 self._writer.require_full_sync()
 
+    def tell_created(self, created: Callable[[str, str], None]) -> None:
+        """Have ``created`` told run and id of each new session, before any step of it is committed."""
+        self._operations.created = created
+
     # -- commands ------------------------------------------------------------------------------
 
     def execute(self, command: Command) -> Reply:

@@ -138,7 +138,8 @@ def store_segments(
         take_holds(change, session.id, command.view)
         if any(composed.blobs):
             take_blob_holds(change, session.id, command.view)
-        release_unheld(change, session.id)
+        if not _owns_all(composed, chunks):
+            release_unheld(change, session.id)
         if composed.refers:
             release_unheld_blobs(change, session.id)
         _end(change, session, lasting=bool(tasks) or not composed.segments)
@@ -218,6 +219,12 @@ def _owned_rows(manifest: Manifest, chunks: _ChunkRows) -> list[int]:
             )
         rows.append(row)
     return rows
+
+
+def _owns_all(composed: Composition, chunks: _ChunkRows) -> bool:
+    """Whether the new segments own every chunk of their session: then each is held by someone."""
+    segments = composed.segments
+    return len(segments) == 1 and len(segments[0].manifest.owned) == len(chunks)
 
 
 def _end(change: Change, session: SessionRow, lasting: bool) -> None:

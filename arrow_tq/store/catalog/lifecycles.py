@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import apsw
 
 from arrow_tq.store.catalog.database import Readers
 from arrow_tq.store.catalog.finalize import compose_session, store_segments
@@ -65,12 +68,13 @@ class Lifecycles:
         """One transaction for those chosen; fills in outcomes, and says whose session went on meanwhile."""
         prepared: list[int] = []
         applies: list[Apply[Wire]] = []
-        for index in chosen:
-            try:
-                applies.append(self._prepare(commands[index]))
-                prepared.append(index)
-            except ArrowTQError as error:
-                outcomes[index] = error
+        with self._snapshot([commands[index] for index in chosen]) as connection:
+            for index in chosen:
+                try:
+                    applies.append(self._prepare(commands[index], connection))
+                    prepared.append(index)
+                except ArrowTQError as error:
+                    outcomes[index] = error
         again: list[int] = []
         released: list[ChunkId] = []
         for index, outcome in zip(prepared, self._writer.run(applies) if applies else [], strict=True):
@@ -83,13 +87,18 @@ class Lifecycles:
             self._on_released(released)
         return again
 
-    def _prepare(self, command: Lifecycle) -> Apply[Wire]:
+    def _snapshot(self, commands: Sequence[Lifecycle]) -> AbstractContextManager[apsw.Connection | None]:
+        """One for all that is to be composed; none where nothing is."""
+        composes = any(isinstance(command, FinalizeSession) for command in commands)
+        return self._readers.snapshot() if composes else nullcontext()
+
+    def _prepare(self, command: Lifecycle, connection: apsw.Connection | None) -> Apply[Wire]:
         if isinstance(command, OpenSession):
             return once(command, self._operations.operation(command))
         run = self._runs.get(command.run)
+        assert connection is not None
         try:
-            with self._readers.snapshot() as connection:
-                composed = compose_session(connection, run, command)
+            composed = compose_session(connection, run, command)
         except UnicodeEncodeError as error:
             raise InvalidInput(f"{command.verb}: text with a lone surrogate at {error.start}") from None
         return once(command, store_segments(composed, self._writer_runs, command))
