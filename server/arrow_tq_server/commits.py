@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pyarrow.flight as flight
 
 from arrow_tq_schemas.access import Grant, Need, need, need_of
@@ -28,17 +30,27 @@ def take_commits(
 ) -> None:
     """Answer every ``StreamMessage`` of a commit stream with its ``StreamAnswers``."""
     while (message := next_message(reader)) is not None:
-        with activity.work(), metrics.commit_s.time():
+        with activity.work():
+            began = time.perf_counter()
             if message.data is not None or message.app_metadata is None:
                 raise MalformedMessage("commit stream: expected messages of metadata alone")
             asked = parse(StreamMessage, message.app_metadata.to_pybytes(), "commit message")
             answers = _answer(engine, asked, grant)
-            errors = [one.error for one in answers.results] + [one.error for one in answers.answers]
-            for error in errors:
-                if error is not None:
-                    metrics.errors.labels(str(error.get("code"))).inc()
             # Who sends steps alone may know of nothing else.
             answer(writer, answers if answers.answers else StepResults(results=answers.results))
+            _count(metrics, asked, answers, time.perf_counter() - began)
+
+
+def _count(metrics: Metrics, asked: StreamMessage, answers: StreamAnswers, elapsed_s: float) -> None:
+    """A command took as long as its message."""
+    if asked.steps:
+        metrics.commit_s.observe(elapsed_s)
+    for command in (*asked.adopts, *asked.opens, *asked.finalizes):
+        metrics.action_s.labels(command.verb).observe(elapsed_s)
+    errors = [one.error for one in answers.results] + [one.error for one in answers.answers]
+    for error in errors:
+        if error is not None:
+            metrics.errors.labels(str(error.get("code"))).inc()
 
 
 def _answer(engine: ServedEngine, asked: StreamMessage, grant: Grant) -> StreamAnswers:
