@@ -50,8 +50,6 @@ class StepBlobs:
 
     def record(self) -> list[StepBlob]:
         """What the step's commit says of them."""
-        if not self._attached:
-            return []
         return [one.model_copy(update={"receipt": self._brought.get(one.blob_id)}) for one in self._attached]
 
     def bring(self, step: Step, error: ArrowTQError) -> bool:

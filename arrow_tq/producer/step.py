@@ -55,7 +55,8 @@ class Step:
         self._written: list[Receipt] = []
         self._pending: list[PutHandle] = []
         self._streams: list[StepStream] = []
-        self._blobs = StepBlobs()
+        self._blobs: StepBlobs | None = None
+        """Of few steps: what every step has on it, the collector walks."""
         self._state = "open"
 
     def put(self, field: str, array: object, start: int) -> Receipt:
@@ -128,6 +129,7 @@ class Step:
             StoreFull: no room; retryable.
         """
         self.check_open("attach_blob")
+        self._blobs = self._blobs or StepBlobs()
         return self._blobs.attach(self, data, media_type)
 
     def stream(self, field: str, window_tokens: int = 32) -> StepStream:
@@ -163,14 +165,16 @@ class Step:
             self.cancel()
             raise
         self._state = "committed"
-        self._blobs.let_go()
+        if self._blobs is not None:
+            self._blobs.let_go()
 
     def cancel(self) -> None:
         """Free what the step wrote; receipts of others are left to their writers. Idempotent."""
         if self._state != "open":
             return
         self._state = "cancelled"
-        self._blobs.let_go()
+        if self._blobs is not None:
+            self._blobs.let_go()
         ids = chunk_ids(self._written)
         for handle in self._pending:
             try:
@@ -234,7 +238,7 @@ class Step:
                 self.session.run.backend.commit(self._record())
                 return
             except ArrowTQError as error:
-                if not self._blobs.bring(self, error):
+                if self._blobs is None or not self._blobs.bring(self, error):
                     raise
             self.flush()
 
@@ -256,7 +260,7 @@ class Step:
                 "tools": self._branch.tools,
                 "retry_of": self._branch.retry_of,
                 "extends": self._branch.extends,
-                "blobs": self._blobs.record(),
+                "blobs": [] if self._blobs is None else self._blobs.record(),
             },
         )
 

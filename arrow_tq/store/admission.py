@@ -69,11 +69,11 @@ class Admission:
         )
 
     def _full(self) -> bool:
-        usage = self._shard.usage()
-        if usage.used_bytes <= self._soft_mark * usage.capacity_bytes:
+        if not self._is_past_mark():
             return False
         # Extents that hold nothing are kept for a while; now they are in the way.
-        if not self._shard.make_room():
-            return True
-        usage = self._shard.usage()
-        return usage.used_bytes > self._soft_mark * usage.capacity_bytes
+        return not self._shard.make_room() or self._is_past_mark()
+
+    def _is_past_mark(self) -> bool:
+        used, capacity = self._shard.level()
+        return used > self._soft_mark * capacity

@@ -7,6 +7,8 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 Model = TypeVar("Model", bound=BaseModel)
+_NAMES: dict[type[BaseModel], set[str]] = {}
+"""By model, its fields: one set for all that are made; only models that are frozen are."""
 
 
 def trusted(kind: type[Model], values: dict[str, object]) -> Model:
@@ -16,10 +18,13 @@ def trusted(kind: type[Model], values: dict[str, object]) -> Model:
         kind: a model without private attributes.
         values: of every field, as validation would have left them; the dict is the model's from now on.
     """
+    names = _NAMES.get(kind)
+    if names is None:
+        names = _NAMES[kind] = set(kind.model_fields)
     made = kind.__new__(kind)
     put = object.__setattr__
     put(made, "__dict__", values)
-    put(made, "__pydantic_fields_set__", set(values))
+    put(made, "__pydantic_fields_set__", names)
     put(made, "__pydantic_extra__", None)
     put(made, "__pydantic_private__", None)
     return made

@@ -45,8 +45,11 @@ def _count(metrics: Metrics, asked: StreamMessage, answers: StreamAnswers, elaps
     """A command took as long as its message."""
     if asked.steps:
         metrics.commit_s.observe(elapsed_s)
-    for command in (*asked.adopts, *asked.opens, *asked.finalizes):
-        metrics.action_s.labels(command.verb).observe(elapsed_s)
+    for commands in (asked.adopts, asked.opens, asked.finalizes):
+        if commands:
+            taken = metrics.action_s.labels(commands[0].verb)
+            for _ in commands:
+                taken.observe(elapsed_s)
     errors = [one.error for one in answers.results] + [one.error for one in answers.answers]
     for error in errors:
         if error is not None:
