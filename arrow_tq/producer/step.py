@@ -13,7 +13,7 @@ from arrow_tq.producer.blobs import StepBlobs
 from arrow_tq.producer.branch import Branch
 from arrow_tq.producer.encode import Encoded
 from arrow_tq.producer.stream import AsyncStepStream, StepStream
-from arrow_tq_schemas.blobs import BlobRef
+from arrow_tq_schemas.blobs import BlobRef, StepBlob
 from arrow_tq_schemas.commands import Done, DropChunks, StepCommit
 from arrow_tq_schemas.errors import ArrowTQError, Conflict, MalformedMessage
 from arrow_tq_schemas.fields import Field
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 COPY_BYTES_MAX = 16 << 20
 """Puts up to this size are copied so that they travel in the background; waiting for the ack of each
 was measured to cost a third of the wire's rate, the copy a tenth. Larger ones fill the wire by themselves."""
+NO_BLOBS: list[StepBlob] = []
+"""Of every step without: nobody changes what a record holds."""
 CLEAN_UP_S = 10.0
 """How long a failed step waits for its puts under way before it frees them."""
 
@@ -54,7 +56,7 @@ class Step:
         self._receipts: list[Receipt] = []
         self._written: list[Receipt] = []
         self._pending: list[PutHandle] = []
-        self._streams: list[StepStream] = []
+        self._streams: tuple[StepStream, ...] = ()
         self._blobs: StepBlobs | None = None
         """Of few steps: what every step has on it, the collector walks."""
         self._state = "open"
@@ -139,7 +141,7 @@ class Step:
         """
         self.check_open("stream")
         stream = StepStream(self, self.session.run.field(field), window_tokens)
-        self._streams.append(stream)
+        self._streams += (stream,)
         return stream
 
     def flush(self) -> None:
@@ -260,7 +262,7 @@ class Step:
                 "tools": self._branch.tools,
                 "retry_of": self._branch.retry_of,
                 "extends": self._branch.extends,
-                "blobs": [] if self._blobs is None else self._blobs.record(),
+                "blobs": NO_BLOBS if self._blobs is None else self._blobs.record(),
             },
         )
 

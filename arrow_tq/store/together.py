@@ -41,10 +41,10 @@ class Together:
     def answer(self, message: StreamMessage) -> StreamAnswers:
         """One answer a command, in their order."""
         outcomes: Outcomes = [self._adopt(command) for command in message.adopts]
-        if not message.steps:
+        if not message.steps and _are_apart(message.opens, message.finalizes):
             return _answers([], outcomes + self._open_and_finalize(message.opens, message.finalizes))
         outcomes += self._open_and_finalize(message.opens, [])
-        results = self._commit_many(message.steps)
+        results = self._commit_many(message.steps) if message.steps else []
         return _answers(results, outcomes + self._open_and_finalize([], message.finalizes))
 
     def _adopt(self, command: AdoptChunks) -> Wire | ArrowTQError:
@@ -61,6 +61,11 @@ class Together:
         found = iter(self._catalog.execute_many([*admitted, *ends]))
         opened = [next(found) if refusal is None else refusal for refusal in refusals]
         return [*opened, *found]
+
+
+def _are_apart(opens: Sequence[OpenSession], ends: Sequence[FinalizeSession]) -> bool:
+    """Whether no session is both opened and finalized, so that one transaction will do for all."""
+    return {(one.run, one.session_id) for one in opens}.isdisjoint((one.run, one.session_id) for one in ends)
 
 
 def _answers(results: list[StepResult], outcomes: Outcomes) -> StreamAnswers:

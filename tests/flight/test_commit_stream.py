@@ -59,6 +59,14 @@ def test_a_whole_session_in_one_message(server: Server, run: str) -> None:
     assert ask(server.url, message) == told
 
 
+def test_a_session_without_steps_in_one_message(server: Server, run: str) -> None:
+    key: dict[str, str | int] = {"run": run, "epoch": 0, "session_id": "s"}
+    opened, ended = c.OpenSession.model_validate(key), c.FinalizeSession.model_validate(key)
+    told = ask(server.url, c.StreamMessage(opens=[opened], finalizes=[ended, ended]))
+    assert codes(told.answers) == [None, None, None]
+    assert told.answers[1] == told.answers[2]
+
+
 def test_one_fault_is_one_commands(server: Server, run: str) -> None:
     def opened(name: str) -> c.OpenSession:
         return c.OpenSession(run=run, epoch=0, session_id=name)

@@ -158,7 +158,10 @@ class Adopter:
         if proof is None:
             outcomes = [NotFound("same host: no more") for _ in files]
         else:
-            outcomes = self._commits.ask_many([_command(items, proof) for items in files])
+            try:
+                outcomes = self._commits.ask_many([_command(items, proof) for items in files])
+            except ArrowTQError as error:
+                outcomes = [error for _ in files]
         for items, outcome in zip(files, outcomes, strict=True):
             if isinstance(outcome, NotFound | Unavailable):
                 # The server was restarted, or takes grants back: what was written is sent instead.

@@ -40,6 +40,15 @@ def take_holds(change: Change, session: int, view: str) -> None:
     )
 
 
+def take_all_holds(change: Change, session: int, task_set: int) -> None:
+    """As ``take_holds``, where one new segment owns every chunk of its session."""
+    change.execute(
+        "UPDATE chunks SET holds = holds + "
+        "(SELECT count(*) FROM holders WHERE task_set = ? AND field = chunks.field) WHERE session = ?",
+        (task_set, session),
+    )
+
+
 def take_late_holds(change: Change, segment: int, chunks: Sequence[int]) -> bool:
     """Count the tasks that still have to read chunks which a segment got late; whether there is any.
 

@@ -10,7 +10,7 @@ from typing import Any
 import apsw
 
 from arrow_tq.store.catalog.blobs import held_refs, release_unheld_blobs, show_blobs, take_blob_holds
-from arrow_tq.store.catalog.chunk_rows import RELEASED, release_unheld, take_holds
+from arrow_tq.store.catalog.chunk_rows import RELEASED, release_unheld, take_all_holds, take_holds
 from arrow_tq.store.catalog.columns import check_reward, columns_text, learn_kinds, parse_columns
 from arrow_tq.store.catalog.receipt_blobs import decode_receipts
 from arrow_tq.store.catalog.runs import RunRecord, WriterRuns
@@ -126,8 +126,7 @@ def store_segments(
         if composed.segments:
             learn_kinds(change, run.id, "segments", merged)
         chunks = _chunk_rows(change, session.id)
-        names = change.execute("SELECT tasks FROM task_sets WHERE id = ?", (session.task_set,)).get
-        tasks: list[str] = json.loads(names)
+        tasks = runs.task_names(change, session.task_set)
         text = columns_text(merged)
         for index in range(len(composed.segments)):
             _insert(change, run, session, command, composed, index, text, tasks, chunks)
@@ -135,11 +134,13 @@ def store_segments(
             "INSERT INTO finalized VALUES (?, ?, ?, ?)",
             (session.id, command.view, composed.reward, columns_text(composed.columns)),
         )
-        take_holds(change, session.id, command.view)
+        if _owns_all(composed, chunks):
+            take_all_holds(change, session.id, session.task_set)
+        else:
+            take_holds(change, session.id, command.view)
+            release_unheld(change, session.id)
         if any(composed.blobs):
             take_blob_holds(change, session.id, command.view)
-        if not _owns_all(composed, chunks):
-            release_unheld(change, session.id)
         if composed.refers:
             release_unheld_blobs(change, session.id)
         _end(change, session, lasting=bool(tasks) or not composed.segments)
@@ -222,7 +223,7 @@ def _owned_rows(manifest: Manifest, chunks: _ChunkRows) -> list[int]:
 
 
 def _owns_all(composed: Composition, chunks: _ChunkRows) -> bool:
-    """Whether the new segments own every chunk of their session: then each is held by someone."""
+    """Whether one new segment owns every chunk of its session: then each is held by someone."""
     segments = composed.segments
     return len(segments) == 1 and len(segments[0].manifest.owned) == len(chunks)
 
@@ -237,7 +238,9 @@ def _end(change: Change, session: SessionRow, lasting: bool) -> None:
 
 
 def _before(connection: apsw.Connection, session: SessionRow, view: str) -> tuple[object, ...] | None:
-    """Reward and columns with which the view was finalized."""
+    """Reward and columns with which the view was finalized; None: it was not."""
+    if session.status == OPEN:
+        return None
     found: Any = connection.execute(
         "SELECT reward, columns FROM finalized WHERE session = ? AND view = ?", (session.id, view)
     ).fetchone()

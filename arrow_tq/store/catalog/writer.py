@@ -46,8 +46,8 @@ class Change:
     """
 
     __slots__ = (
-        *("after", "connection", "execute", "executemany"),
-        *("now_us", "released", "rev", "undo", "wakes"),
+        *("_after", "_released", "_undo", "connection", "execute", "executemany"),
+        *("now_us", "rev", "wakes"),
     )
 
     def __init__(self, connection: apsw.Connection, rev: int, now_us: int) -> None:
@@ -56,16 +56,45 @@ class Change:
         self.executemany = connection.executemany
         self.rev = rev
         self.now_us = now_us
-        self.released: list[ChunkId] = []
-        self.undo: list[Undo] = []
-        self.after: list[Callable[[], None]] = []
+        # Made when they are needed: most operations need none, and the collector counts every list.
+        self._released: list[ChunkId] | None = None
+        self._undo: list[Undo] | None = None
+        self._after: list[Callable[[], None]] | None = None
         self.wakes = False
+
+    @property
+    def released(self) -> list[ChunkId]:
+        if self._released is None:
+            self._released = []
+        return self._released
+
+    @released.setter
+    def released(self, ids: list[ChunkId]) -> None:
+        self._released = ids
+
+    @property
+    def undo(self) -> list[Undo]:
+        if self._undo is None:
+            self._undo = []
+        return self._undo
+
+    @property
+    def after(self) -> list[Callable[[], None]]:
+        if self._after is None:
+            self._after = []
+        return self._after
+
+    def follow(self) -> Sequence[ChunkId]:
+        """Run what comes after the commit; gives what is to be freed."""
+        for after in self._after or ():
+            after()
+        return self._released or ()
 
     def take_back(self) -> None:
         """Undo what the operation did outside the transaction, which goes on."""
-        for undo in self.undo:
+        for undo in self._undo or ():
             undo(self.connection)
-        self.undo.clear()
+        self._undo = None
 
 
 Apply = Callable[[Change], Result]
@@ -229,9 +258,7 @@ class Writer:
         for job in batch:
             for change, outcome in zip(job.changes, job.outcomes, strict=True):
                 if outcome.error is None:
-                    outcome.released = change.released
-                    for follow in change.after:
-                        follow()
+                    outcome.released = change.follow()
         return True
 
     def _run_plainly(self, batch: list[_Job], rev: int, now_us: int) -> bool:
