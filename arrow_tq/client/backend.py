@@ -34,7 +34,9 @@ from arrow_tq_schemas.commands import (
     CloseBundle,
     Command,
     Empty,
+    FinalizeSession,
     GetStats,
+    OpenSession,
     Reply,
     RunInfo,
     RunQuery,
@@ -66,7 +68,7 @@ class Link:
         self.puts = Puts(self.connection)
         self.commits = Commits(self.connection)
         self.host = HostReads(self.connection)
-        self.writes = HostWrites(self.connection, self.host.host, self.puts)
+        self.writes = HostWrites(self.connection, self.host.host, self.puts, self.commits)
         self.staging = Staging(options.bundle_staging_bytes_max)
 
         def connect(shard_url: str) -> Connection:
@@ -162,6 +164,8 @@ class FlightBackend:
 
     def execute(self, command: Command) -> Reply:
         """Answer one command: a call with a deadline, and one retry with the same request id."""
+        if isinstance(command, OpenSession | FinalizeSession):
+            return Reply(body=self._patiently(lambda: self._link().commits.ask(command)))
         if isinstance(command, Claim) and command.wait_s > self._options.wait_piece_s:
             return self._wait_for_claim(command)
         if isinstance(command, RunQuery):

@@ -1,20 +1,36 @@
-"""One commit stream: a message of steps out, its results in."""
+"""One commit stream: a message of steps and of sessions' commands out, its answers in."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import monotonic
+from typing import Literal
 
 import pyarrow as pa
 from pydantic import ValidationError
 
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.failures import FLIGHT_FAILURES, translate
-from arrow_tq_schemas.commands import StepResult, StepResults
+from arrow_tq_schemas.commands import StepResult, StreamAnswer, StreamAnswers
 from arrow_tq_schemas.errors import ArrowTQError, InternalError, Unreachable
 from arrow_tq_schemas.tickets import CommitStream
 
 WHAT = "step commit"
+
+
+Section = Literal["adopts", "opens", "steps", "finalizes"]
+BESIDE: tuple[Section, ...] = ("adopts", "opens", "finalizes")
+"""Sections beside steps, in the order of their answers."""
+Told = StepResult | StreamAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One command: where in a ``StreamMessage`` it goes, and its JSON."""
+
+    section: Section
+    raw: bytes
 
 
 class CommitChannel:
@@ -32,14 +48,14 @@ class CommitChannel:
         """Whether its deadline comes near: another one should be opened."""
         return monotonic() >= self._until
 
-    def exchange(self, steps: Sequence[bytes]) -> list[StepResult]:
-        """The results of steps, each given as its JSON.
+    def exchange(self, asked: Sequence[Asked]) -> list[Told]:
+        """What commands get, each in its place.
 
         Raises:
-            Unreachable, DeadlineExceeded: whether they were committed is not known.
-            MalformedMessage: the server could not read one of them; none was committed.
+            Unreachable, DeadlineExceeded: whether they were done is not known.
+            MalformedMessage: the server could not read one of them; none was done.
         """
-        message = b'{"steps":[' + b",".join(steps) + b"]}"
+        message = _message(asked)
         raw = None
         failure: ArrowTQError | None = None
         try:
@@ -50,12 +66,13 @@ class CommitChannel:
         if raw is None:
             raise self._ending(failure) from None
         try:
-            results = StepResults.model_validate_json(raw.to_pybytes()).results
+            answers = StreamAnswers.model_validate_json(raw.to_pybytes())
         except ValidationError as error:
             raise InternalError(f"{WHAT}: an answer that is none: {error.error_count()} errors") from None
-        if len(results) != len(steps):
-            raise InternalError(f"{WHAT}: {len(results)} results for {len(steps)} steps")
-        return results
+        told = len(answers.results) + len(answers.answers)
+        if told != len(asked) or len(answers.results) != sum(one.section == "steps" for one in asked):
+            raise InternalError(f"{WHAT}: {told} answers for {len(asked)} commands")
+        return _in_place(asked, answers)
 
     def close(self) -> None:
         """End the stream. Everything sent here was answered: how it ends changes nothing."""
@@ -79,3 +96,22 @@ class CommitChannel:
 
     def _translated(self, error: BaseException) -> ArrowTQError:
         return translate(error, self._connection.url, WHAT, self._deadline_s)
+
+
+def _message(asked: Sequence[Asked]) -> bytes:
+    """A ``StreamMessage``; one of steps alone has nothing else in it."""
+    sections: dict[str, list[bytes]] = {}
+    for one in asked:
+        sections.setdefault(one.section, []).append(one.raw)
+    parts = [b'"%s":[%s]' % (name.encode(), b",".join(raws)) for name, raws in sections.items()]
+    return b"{" + b",".join(parts) + b"}"
+
+
+def _in_place(asked: Sequence[Asked], answers: StreamAnswers) -> list[Told]:
+    """Answers come section by section."""
+    beside = iter(answers.answers)
+    by_section: dict[Section, list[Told]] = {"steps": list(answers.results)}
+    for section in BESIDE:
+        by_section[section] = [next(beside) for one in asked if one.section == section]
+    waiting = {section: iter(told) for section, told in by_section.items()}
+    return [next(waiting[one.section]) for one in asked]

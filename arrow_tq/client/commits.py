@@ -1,4 +1,4 @@
-"""Step commits: what many threads want committed at one time travels in one message."""
+"""Step commits, and what comes before and after: what many threads ask at one time travels in one message."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from time import monotonic, sleep
 
 from pydantic_core import PydanticSerializationError
 
-from arrow_tq.client.commit_stream import WHAT, CommitChannel
+from arrow_tq.client.commit_stream import WHAT, Asked, CommitChannel, Section, Told
 from arrow_tq.client.connection import Connection
-from arrow_tq_schemas.commands import StepCommit, StepResult
+from arrow_tq_schemas.commands import (
+    AdoptChunks,
+    Command,
+    FinalizeSession,
+    OpenSession,
+    StepCommit,
+    StepResult,
+    StreamAnswer,
+    Streamed,
+    Wire,
+)
 from arrow_tq_schemas.errors import (
     ArrowTQError,
     Conflict,
@@ -21,31 +31,41 @@ from arrow_tq_schemas.errors import (
     from_wire,
 )
 
-STEPS_A_MESSAGE_MAX = 256
+COMMANDS_A_MESSAGE_MAX = 256
 MESSAGE_BYTES_AIM = 8 << 20
 
 
+SECTIONS: dict[type[Command], Section] = {
+    AdoptChunks: "adopts",
+    OpenSession: "opens",
+    FinalizeSession: "finalizes",
+}
+
+
 class Waiting:
-    """A step that some thread waits for."""
+    """A command that some thread waits for."""
 
-    def __init__(self, raw: bytes) -> None:
-        self.raw = raw
-        self._done = threading.Event()
-        self._result: StepResult | None = None
+    def __init__(self, asked: Asked, what: str) -> None:
+        self.asked = asked
+        self.what = what
+        self._told: Told | None = None
         self._error: ArrowTQError | None = None
+        # Held until it is told: an event would be a condition, with a lock and a queue of its own.
+        self._done = threading.Lock()
+        self._done.acquire()
 
-    def finish(self, result: StepResult | None, error: ArrowTQError | None) -> None:
-        self._result, self._error = result, error
-        self._done.set()
+    def finish(self, told: Told | None, error: ArrowTQError | None) -> None:
+        self._told, self._error = told, error
+        self._done.release()
 
-    def wait(self, timeout_s: float) -> StepResult | None:
-        """The result, None where there is none in time; raises what became of the call."""
-        if not self._done.wait(timeout_s):
+    def wait(self, until: float) -> Told | None:
+        """What it was told, None where that is nothing in time; raises what became of the call."""
+        if not self._done.acquire(timeout=max(until - monotonic(), 0.0)):
             return None
         if self._error is not None:
             # A copy: a whole group of threads may raise it.
             raise from_wire(self._error.to_wire())
-        return self._result
+        return self._told
 
 
 class Commits:
@@ -67,26 +87,54 @@ class Commits:
             Unreachable, DeadlineExceeded: whether it was committed is not known; the same step id again
                 gives the same answer.
         """
+        waiting = _waiting("steps", step, f"{WHAT} {step.step_id!r}", {"step_id": step.step_id})
+        self._submit([waiting])
+        told = self._told(waiting, monotonic() + self._options.commit_s)
+        assert isinstance(told, StepResult)
+        return told
+
+    def ask(self, command: Streamed) -> Wire:
+        """The reply to one command; raises its error.
+
+        Raises:
+            Unreachable, DeadlineExceeded: whether it was done is not known; the same request again gives
+                the same answer.
+        """
+        (told,) = self.ask_many([command])
+        if isinstance(told, ArrowTQError):
+            raise told
+        return told
+
+    def ask_many(self, commands: Sequence[Streamed]) -> list[Wire | ArrowTQError]:
+        """Each command's reply, or its error in the reply's place."""
+        waiting = [_waiting(SECTIONS[type(command)], command, command.verb, {}) for command in commands]
+        self._submit(waiting)
+        until = monotonic() + self._options.action_s
+        return [self._outcome(one, until) for one in waiting]
+
+    def _outcome(self, waiting: Waiting, until: float) -> Wire | ArrowTQError:
         try:
-            waiting = Waiting(step.model_dump_json().encode())
-        except (PydanticSerializationError, UnicodeEncodeError) as error:
-            raise InvalidInput(f"{WHAT} {step.step_id!r}: {error}", step_id=step.step_id) from None
+            told = self._told(waiting, until)
+            assert isinstance(told, StreamAnswer)
+            return told.body() or InternalError(f"{waiting.what}: an answer without a reply")
+        except ArrowTQError as error:
+            return error
+
+    def _submit(self, group: Sequence[Waiting]) -> None:
         with self._changed:
             if self._closed:
                 raise Conflict(f"{WHAT}: the connection to {self._connection.url} was closed")
-            self._queue.append(waiting)
+            self._queue.extend(group)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="arrow-tq-commits", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-        result = waiting.wait(self._options.commit_s)
-        if result is None:
-            raise DeadlineExceeded(
-                f"{WHAT} {step.step_id!r}: no answer from {self._connection.url} within "
-                f"{self._options.commit_s:g} s",
-                step_id=step.step_id,
-            )
-        return result
+
+    def _told(self, waiting: Waiting, until: float) -> Told:
+        told = waiting.wait(until)
+        if told is None:
+            raise DeadlineExceeded(f"{waiting.what}: no answer from {self._connection.url} in time")
+        return told
 
     def finish(self, timeout_s: float) -> None:
         """End the stream once nothing waits for it; the next commit opens another."""
@@ -126,16 +174,16 @@ class Commits:
                 self._changed.wait(left)
             group: list[Waiting] = []
             size = 0
-            while self._queue and len(group) < STEPS_A_MESSAGE_MAX and size < MESSAGE_BYTES_AIM:
+            while self._queue and len(group) < COMMANDS_A_MESSAGE_MAX and size < MESSAGE_BYTES_AIM:
                 group.append(self._queue.popleft())
-                size += len(group[-1].raw)
+                size += len(group[-1].asked.raw)
             return group
 
     def _exchange(self, channel: CommitChannel | None, group: Sequence[Waiting]) -> CommitChannel | None:
         """Send a group and hand out its results; returns the channel if it still works."""
-        steps = [waiting.raw for waiting in group]
+        asked = [waiting.asked for waiting in group]
         try:
-            channel, results = self._send(channel, steps)
+            channel, results = self._send(channel, asked)
         except ArrowTQError as error:
             failure = error
         except Exception as error:
@@ -155,16 +203,23 @@ class Commits:
         return None
 
     def _send(
-        self, channel: CommitChannel | None, steps: Sequence[bytes]
-    ) -> tuple[CommitChannel, list[StepResult]]:
+        self, channel: CommitChannel | None, asked: Sequence[Asked]
+    ) -> tuple[CommitChannel, list[Told]]:
         """One exchange, and once more on a new stream where the first did not get through."""
         try:
             channel = channel or CommitChannel(self._connection)
-            return channel, channel.exchange(steps)
+            return channel, channel.exchange(asked)
         except ArrowTQError as error:
             if not error.retryable:
                 raise
         sleep(self._options.retry_pause_s)
         self._connection.renew()
         channel = CommitChannel(self._connection)
-        return channel, channel.exchange(steps)
+        return channel, channel.exchange(asked)
+
+
+def _waiting(section: Section, command: Wire, what: str, details: dict[str, object]) -> Waiting:
+    try:
+        return Waiting(Asked(section, command.model_dump_json().encode()), what)
+    except (PydanticSerializationError, UnicodeEncodeError) as error:
+        raise InvalidInput(f"{what}: {error}", **details) from None

@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 
 
 class StepBlobs:
-    """What one step attached. Not thread-safe, as its step is not."""
+    """What one step attached. Not thread-safe, as its step is not.
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    The step comes with each call that needs it: known here, the two would be a cycle, left to the collector.
+    """
+
+    def __init__(self) -> None:
         self._attached: list[StepBlob] = []
         self._found: dict[str, bytes] = {}
         """Content that the run had when it was attached: kept, in case it is released before the commit."""
         self._brought: dict[str, Receipt] = {}
         """Where the content is that this step stored."""
 
-    def attach(self, content: bytes, media_type: str) -> BlobRef:
+    def attach(self, step: Step, content: bytes, media_type: str) -> BlobRef:
         """Refer to a file; its bytes are stored unless the run has them."""
         if not isinstance(content, bytes | bytearray | memoryview):
             raise InvalidInput(f"blob: expected bytes, got {type(content).__name__}")
@@ -36,13 +38,13 @@ class StepBlobs:
         # A copy only of what its owner could still change.
         content = bytes(content)
         name = blob_id(content)
-        run = self._step.session.run
+        run = step.session.run
         if name not in self._brought and name not in self._found:
             info = ask(run.backend, FindBlob(run=run.name, blob_id=name, bytes=len(content)), BlobInfo)
             if info.state == "stored":
                 self._found[name] = content
             else:
-                self._brought[name] = self._store(content)
+                self._brought[name] = _store(step, content)
         self._attached.append(StepBlob(blob_id=name, media_type=media_type, bytes=len(content)))
         return BlobRef(run=run.name, blob_id=name, media_type=media_type, bytes=len(content))
 
@@ -50,7 +52,7 @@ class StepBlobs:
         """What the step's commit says of them."""
         return [one.model_copy(update={"receipt": self._brought.get(one.blob_id)}) for one in self._attached]
 
-    def bring(self, error: ArrowTQError) -> bool:
+    def bring(self, step: Step, error: ArrowTQError) -> bool:
         """Store what the run had and has no more, if that is what a commit failed by; whether it was."""
         names = error.details.get("blobs")
         if not isinstance(error, ChunkReleased) or not isinstance(names, list):
@@ -59,17 +61,18 @@ class StepBlobs:
         if not gone or not set(gone) <= self._found.keys():
             return False
         for name in gone:
-            self._brought[name] = self._store(self._found.pop(name))
+            self._brought[name] = _store(step, self._found.pop(name))
         return True
 
     def let_go(self) -> None:
         """The step is over: nothing will be sent again."""
         self._found.clear()
 
-    def _store(self, content: bytes) -> Receipt:
-        run = self._step.session.run
-        backend, rows = run.backend, np.frombuffer(content, np.uint8)
-        encoded = run.encoder(BLOB_FIELD).encode(rows, 0, backend.shard(), run.ids, backend.placer)
-        # Nobody can change bytes, so they may travel in the background.
-        self._step.store(BLOB_FIELD, encoded, private=True)
-        return encoded.receipt
+
+def _store(step: Step, content: bytes) -> Receipt:
+    run = step.session.run
+    backend, rows = run.backend, np.frombuffer(content, np.uint8)
+    encoded = run.encoder(BLOB_FIELD).encode(rows, 0, backend.shard(), run.ids, backend.placer)
+    # Nobody can change bytes, so they may travel in the background.
+    step.store(BLOB_FIELD, encoded, private=True)
+    return encoded.receipt

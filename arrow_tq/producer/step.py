@@ -13,11 +13,12 @@ from arrow_tq.producer.blobs import StepBlobs
 from arrow_tq.producer.branch import Branch
 from arrow_tq.producer.encode import Encoded
 from arrow_tq.producer.stream import AsyncStepStream, StepStream
-from arrow_tq_schemas.blobs import BlobRef
+from arrow_tq_schemas.blobs import BlobRef, StepBlob
 from arrow_tq_schemas.commands import Done, DropChunks, StepCommit
 from arrow_tq_schemas.errors import ArrowTQError, Conflict, MalformedMessage
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.receipts import Receipt, chunk_ids
+from arrow_tq_schemas.trusted import trusted
 
 if TYPE_CHECKING:
     from arrow_tq.producer.session import Session
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 COPY_BYTES_MAX = 16 << 20
 """Puts up to this size are copied so that they travel in the background; waiting for the ack of each
 was measured to cost a third of the wire's rate, the copy a tenth. Larger ones fill the wire by themselves."""
+NO_BLOBS: list[StepBlob] = []
+"""Of every step without: nobody changes what a record holds."""
 CLEAN_UP_S = 10.0
 """How long a failed step waits for its puts under way before it frees them."""
 
@@ -53,8 +56,9 @@ class Step:
         self._receipts: list[Receipt] = []
         self._written: list[Receipt] = []
         self._pending: list[PutHandle] = []
-        self._streams: list[StepStream] = []
-        self._blobs = StepBlobs(self)
+        self._streams: tuple[StepStream, ...] = ()
+        self._blobs: StepBlobs | None = None
+        """Of few steps: what every step has on it, the collector walks."""
         self._state = "open"
 
     def put(self, field: str, array: object, start: int) -> Receipt:
@@ -127,7 +131,8 @@ class Step:
             StoreFull: no room; retryable.
         """
         self.check_open("attach_blob")
-        return self._blobs.attach(data, media_type)
+        self._blobs = self._blobs or StepBlobs()
+        return self._blobs.attach(self, data, media_type)
 
     def stream(self, field: str, window_tokens: int = 32) -> StepStream:
         """Write a field as its rows come, the last ``window_tokens`` of which may still be replaced.
@@ -136,7 +141,7 @@ class Step:
         """
         self.check_open("stream")
         stream = StepStream(self, self.session.run.field(field), window_tokens)
-        self._streams.append(stream)
+        self._streams += (stream,)
         return stream
 
     def flush(self) -> None:
@@ -162,14 +167,16 @@ class Step:
             self.cancel()
             raise
         self._state = "committed"
-        self._blobs.let_go()
+        if self._blobs is not None:
+            self._blobs.let_go()
 
     def cancel(self) -> None:
         """Free what the step wrote; receipts of others are left to their writers. Idempotent."""
         if self._state != "open":
             return
         self._state = "cancelled"
-        self._blobs.let_go()
+        if self._blobs is not None:
+            self._blobs.let_go()
         ids = chunk_ids(self._written)
         for handle in self._pending:
             try:
@@ -233,26 +240,30 @@ class Step:
                 self.session.run.backend.commit(self._record())
                 return
             except ArrowTQError as error:
-                if not self._blobs.bring(error):
+                if self._blobs is None or not self._blobs.bring(self, error):
                     raise
             self.flush()
 
     def _record(self) -> StepCommit:
         run = self.session.run
-        return StepCommit.model_construct(
-            run=run.name,
-            epoch=run.epoch,
-            session_id=self.session.id,
-            step_id=self.id,
-            parent=self._branch.parent,
-            retry_of=self._branch.retry_of,
-            tools=self._branch.tools,
-            extends=self._branch.extends,
-            messages=self._messages,
-            version=self._version,
-            sampled=self._sampled,
-            receipts=self._receipts,
-            blobs=self._blobs.record(),
+        # All of it was checked when it was given; the server checks it again.
+        return trusted(
+            StepCommit,
+            {
+                "run": run.name,
+                "epoch": run.epoch,
+                "session_id": self.session.id,
+                "step_id": self.id,
+                "parent": self._branch.parent,
+                "messages": self._messages,
+                "version": self._version,
+                "sampled": self._sampled,
+                "receipts": self._receipts,
+                "tools": self._branch.tools,
+                "retry_of": self._branch.retry_of,
+                "extends": self._branch.extends,
+                "blobs": NO_BLOBS if self._blobs is None else self._blobs.record(),
+            },
         )
 
     def check_open(self, what: str) -> None:

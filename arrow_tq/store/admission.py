@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 from arrow_tq.store.catalog import Catalog
 from arrow_tq.store.holding import ChunkHolder
 from arrow_tq_schemas.commands import OpenSession
-from arrow_tq_schemas.errors import StoreFull
+from arrow_tq_schemas.errors import ArrowTQError, StoreFull
 
 ASK_AGAIN_S = 2.0
 """A waiter that has not asked again for so long has gone away; they ask every quarter of a second."""
@@ -36,17 +37,30 @@ class Admission:
 
     def admit(self, command: OpenSession) -> None:
         """Raises ``StoreFull`` for a new session of a store past its soft mark."""
+        (refusal,) = self.refusals([command])
+        if refusal is not None:
+            raise refusal
+
+    def refusals(self, commands: Sequence[OpenSession]) -> list[ArrowTQError | None]:
+        """Why each session may not be opened now; None: it may. The store is looked at once."""
+        full = bool(commands) and self._full()
+        return [self._refusal(command, full) for command in commands]
+
+    def _refusal(self, command: OpenSession, full: bool) -> ArrowTQError | None:
         key = (command.run, command.session_id)
-        if not self._full() or self._catalog.session_goes_on(*key):
-            with self._lock:
-                self._waiting.pop(key, None)
-            return
+        try:
+            if not full or self._catalog.session_goes_on(*key):
+                with self._lock:
+                    self._waiting.pop(key, None)
+                return None
+        except ArrowTQError as error:
+            return error
         if command.wait_s > 0:
             with self._lock:
                 if len(self._waiting) < WAITERS_KEPT_MAX:
                     self._waiting[key] = time.monotonic() + min(command.wait_s, ASK_AGAIN_S)
         usage = self._shard.usage()
-        raise StoreFull(
+        return StoreFull(
             f"session {command.session_id!r}: the store is past its soft mark "
             f"({usage.used_bytes} of {usage.capacity_bytes} bytes, mark {self._soft_mark:.0%}); "
             "open sessions go on, new ones wait",
@@ -55,11 +69,11 @@ class Admission:
         )
 
     def _full(self) -> bool:
-        usage = self._shard.usage()
-        if usage.used_bytes <= self._soft_mark * usage.capacity_bytes:
+        if not self._is_past_mark():
             return False
         # Extents that hold nothing are kept for a while; now they are in the way.
-        if not self._shard.make_room():
-            return True
-        usage = self._shard.usage()
-        return usage.used_bytes > self._soft_mark * usage.capacity_bytes
+        return not self._shard.make_room() or self._is_past_mark()
+
+    def _is_past_mark(self) -> bool:
+        used, capacity = self._shard.level()
+        return used > self._soft_mark * capacity

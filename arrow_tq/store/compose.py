@@ -19,7 +19,8 @@ from arrow_tq.intervals import (
     subtract,
     union,
 )
-from arrow_tq.store.receipt_spans import chunks_by_field, owned_ids, valid_runs, whole_spans
+from arrow_tq.store.compose_plain import plain_segment
+from arrow_tq.store.receipt_spans import chunks_by_field, joined, owned_ids, valid_runs, whole_spans
 from arrow_tq.store.trees import NO_PARENT, VIEWS, Stretch, breaks
 from arrow_tq_schemas.errors import InvalidInput
 from arrow_tq_schemas.fields import Field
@@ -114,6 +115,28 @@ def compose(
         InvalidInput: a segment of more than ``SPANS_MAX`` spans.
     """
     declared = {field.name: field for field in fields}
+    plain = _plain(steps, declared, segment_ids)
+    return _compose(steps, declared, segment_ids, view) if plain is None else [plain]
+
+
+def _plain(
+    steps: Sequence[TreeStep], declared: Mapping[str, Field], segment_ids: Callable[[int], str]
+) -> ComposedSegment | None:
+    found = plain_segment(steps, declared, segment_ids(0))
+    if found is None or sum(map(len, found[0].spans.values())) > SPANS_MAX:
+        return None
+    manifest, complete = found
+    versions = tuple(dict.fromkeys(step.version for step in steps if step.version is not None))
+    loss_tokens = sum(end - start for start, end in manifest.loss.tolist())
+    return ComposedSegment(manifest, complete, loss_tokens, versions, "end", len(steps) - 1)
+
+
+def _compose(
+    steps: Sequence[TreeStep],
+    declared: Mapping[str, Field],
+    segment_ids: Callable[[int], str],
+    view: str,
+) -> list[ComposedSegment]:
     parents, cuts = [step.parent for step in steps], [step.cut for step in steps]
     stretches = VIEWS[view](parents, cuts)
     chains: dict[int, _Chain] = {}
@@ -170,15 +193,14 @@ def _lay(first: int, steps: Sequence[TreeStep], before: _Canvas, declared: Mappi
     chunks = chunks_by_field(steps, declared)
     whole = {name: whole_spans(chunks[name]) for name in declared}
     visible = {
-        name: overlay(
-            np.concatenate([before.spans[name], valid_runs(whole[name], chunks[name])]), one.overlay
-        )
+        name: overlay(joined([before.spans[name], valid_runs(whole[name], chunks[name])]), one.overlay)
         for name, one in declared.items()
     }
     ends = np.maximum.accumulate([before.end, *(_end(step, declared) for step in steps)])[1:].tolist()
     sampled, versions = before.sampled, list(before.versions)
+    said_any = any(step.sampled is not None for step in steps)
     # Of steps of one version only what they sampled together is asked, so that there is no work a step.
-    for version, some in groupby(zip(steps, ends, strict=True), key=lambda pair: pair[0].version):
+    for version, some in groupby(zip(steps, ends, strict=True), key=_version) if said_any else ():
         said = ranges([np.minimum(step.sampled, end) for step, end in some if step.sampled is not None])
         new = subtract(union(said), sampled)
         sampled = union(np.concatenate([sampled, new]))
@@ -188,9 +210,13 @@ def _lay(first: int, steps: Sequence[TreeStep], before: _Canvas, declared: Mappi
         first,
         _Canvas(visible, ends[-1], sampled, tuple(versions)),
         list(whole.values()),
-        subtract(sampled, before.sampled),
+        subtract(sampled, before.sampled) if said_any else sampled[:0],
         tuple(dict.fromkeys(step.version for step in steps if step.version is not None)),
     )
+
+
+def _version(pair: tuple[TreeStep, int]) -> str | None:
+    return pair[0].version
 
 
 def _segment(

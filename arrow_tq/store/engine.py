@@ -30,6 +30,7 @@ from arrow_tq.store.receiving import receive
 from arrow_tq.store.rewrites import Rewrites
 from arrow_tq.store.shard import Shard
 from arrow_tq.store.shard_config import ShardConfig
+from arrow_tq.store.together import Together
 from arrow_tq.store.upkeep import Upkeep
 from arrow_tq_schemas.blobs import BLOB_FIELD
 from arrow_tq_schemas.bundles import BUNDLE_FIELD
@@ -56,6 +57,8 @@ from arrow_tq_schemas.commands import (
     StepCommit,
     StepResult,
     StepResults,
+    StreamAnswers,
+    StreamMessage,
 )
 from arrow_tq_schemas.errors import Conflict, MalformedMessage, NotFound, Unsupported
 from arrow_tq_schemas.fields import Field
@@ -110,9 +113,11 @@ class Engine:
         self._reader = Reader(self._shard, self._catalog)
         self._host_share = HostShare(memory_dir, self._reader, self._shard.grants, self)
         self._rewrites = Rewrites(self._chunks, self._catalog)
+        self._catalog.tell_created(self._rewrites.created)
         self._attempts = Attempts(self._chunks, self._catalog)
         self._commits = Commits(self._commit_together)
         self._admission = Admission(self._chunks, self._catalog, config.soft_mark)
+        self._together = Together(self._host_share, self._admission, self._catalog, self.commit_many)
         self._placer = EnginePlacer(self, self._shard)
         if isinstance(self._chunks, FarShards):
             self._chunks.use_fields(self.field)
@@ -221,6 +226,11 @@ class Engine:
         """Commit each step by itself, in order; errors are in the results."""
         self._check_open()
         return self._commits.commit(steps)
+
+    def answer(self, message: StreamMessage) -> StreamAnswers:
+        """Answer a message of a commit stream; errors are in the answers."""
+        self._check_open()
+        return self._together.answer(message)
 
     def _commit_together(self, steps: Sequence[StepCommit]) -> list[StepResult]:
         with self._chunks.confirming(attached_by(steps)):

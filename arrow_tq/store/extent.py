@@ -21,6 +21,7 @@ from arrow_tq.store.space import Space
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader
 from arrow_tq_schemas.errors import InternalError
 from arrow_tq_schemas.ids import ChunkId
+from arrow_tq_schemas.trusted import trusted
 
 MESSAGE_SLACK_BYTES = 4096
 """More than a batch's message takes beside its body, and than the end-of-stream marker."""
@@ -189,10 +190,21 @@ class Extent:
         return values.reshape(rows, *self.item_shape)
 
     def header(self, chunk_id: ChunkId, entry: Entry) -> ChunkHeader:
-        return ChunkHeader.model_construct(
-            v=1, id=chunk_id.hex, run=self.key.run, epoch=entry.epoch, field=self.key.field,
-            start=entry.start, rows=entry.rows, checksum=entry.checksum, token="",
-        )  # fmt: skip
+        key = self.key
+        return trusted(
+            ChunkHeader,
+            {
+                "v": 1,
+                "id": chunk_id.hex,
+                "run": key.run,
+                "epoch": entry.epoch,
+                "field": key.field,
+                "start": entry.start,
+                "rows": entry.rows,
+                "checksum": entry.checksum,
+                "token": "",
+            },
+        )
 
     def seal(self) -> None:
         """End the stream and give back what it did not use. Nothing is appended any more."""

@@ -130,9 +130,10 @@ class Grants:
             grant.expires_at = time.monotonic() + LEASE_S
             errors: list[dict[str, object] | None] = []
             good: list[tuple[ChunkId, Entry]] = []
+            stream = PutStream(run=key.run, field=key.field, group=key.group)
             for told in command.chunks:
                 try:
-                    located = self._check(grant, told, field, info)
+                    located = self._check(grant, stream, told, field, info)
                 except ArrowTQError as error:
                     errors.append(error.to_wire())
                     continue
@@ -227,13 +228,12 @@ class Grants:
         return grant
 
     def _check(
-        self, grant: Grant, told: AdoptedChunk, field: Field, info: RunInfo
+        self, grant: Grant, stream: PutStream, told: AdoptedChunk, field: Field, info: RunInfo
     ) -> tuple[ChunkId, Entry] | None:
         """The entry of a chunk that is whole and right; None where it is stored already."""
         header = ChunkHeader.from_bytes(told.header.encode())
-        extent, key = grant.extent, grant.extent.key
+        extent = grant.extent
         what = f"chunk {header.id}"
-        stream = PutStream(run=key.run, field=key.field, group=key.group)
         check_header(what, stream, field, info, header)
         raw = told.header.encode()
         if header.token or raw != header.to_bytes():

@@ -50,6 +50,9 @@ class ChunkHolder(ChunkPins, Protocol):
     def usage(self) -> ShardUsage:
         """Bytes and counts, all shards together."""
 
+    def level(self) -> tuple[int, int]:
+        """Bytes used, and the capacity, as in ``usage``."""
+
     def make_room(self) -> bool:
         """Give back what is allocated here and holds nothing; whether that was anything."""
 
@@ -69,6 +72,7 @@ class OneShard:
         self.get = shard.get
         self.drop = shard.drop
         self.usage = shard.usage
+        self.level = shard.level
         self.make_room = shard.make_room
 
     def confirming(self, attached: Sequence[Attached]) -> AbstractContextManager[None]:

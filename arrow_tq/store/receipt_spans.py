@@ -15,6 +15,9 @@ from arrow_tq_schemas.manifests import OWNED_DTYPE, ranges
 from arrow_tq_schemas.receipts import Receipt, StoredChunk
 from arrow_tq_schemas.spans import SPAN_DTYPE, Spans
 
+FEW = 64
+"""Spans up to which a set is faster than sorting arrays."""
+
 
 class Written(Protocol):
     """A step, as far as what it wrote goes."""
@@ -70,8 +73,21 @@ def valid_runs(spans: Spans, chunks: Sequence[StoredChunk]) -> Spans:
     return split
 
 
+def joined(parts: Sequence[Spans]) -> Spans:
+    """Spans one after the other; perhaps a part itself. Numpy would compare their types, slowly."""
+    some = [part for part in parts if len(part)]
+    if len(some) < 2:
+        return some[0] if some else parts[0]
+    return np.concatenate(some)
+
+
 def owned_ids(spans: Sequence[Spans]) -> npt.NDArray[np.void]:
     """Distinct chunk ids of these spans, ascending."""
+    if sum(map(len, spans)) <= FEW:
+        pairs = {
+            pair for part in spans for pair in zip(part["high"].tolist(), part["low"].tolist(), strict=True)
+        }
+        return np.array(sorted(pairs), dtype=OWNED_DTYPE)
     ids = np.empty(sum(len(part) for part in spans), dtype=OWNED_DTYPE)
     for half in ("high", "low"):
         ids[half] = np.concatenate([np.empty(0, "<u8"), *[part[half] for part in spans]])

@@ -76,7 +76,12 @@ class Rewrites:
         self._ends: _Recent[int] = _Recent(ENDS_KEPT_MAX)
         """Where the tokens of the path to a step end, so that plain appends ask nothing of the catalog."""
         self._last: _Recent[tuple[int, str]] = _Recent(ENDS_KEPT_MAX)
-        """Index and id of each session's last step."""
+        """Index and id of each session's last step; -1 and ``ROOT`` where it has none."""
+
+    def created(self, run: str, session_id: str) -> None:
+        """A session that has no step yet: its first one asks nothing of the catalog."""
+        with self._lock:
+            self._last.put((run, session_id), (-1, ROOT))
 
     @contextmanager
     def changing(self, run: str, session_id: str) -> Iterator[None]:

@@ -227,6 +227,10 @@ class Shard:
 
     # -- upkeep --------------------------------------------------------------------------------
 
+    def level(self) -> tuple[int, int]:
+        """Bytes used, and the capacity: all that an admission asks."""
+        return self._space.used_bytes - self._recycling.kept_bytes, self._space.capacity_bytes
+
     def usage(self) -> ShardUsage:
         extents = self.index.list_extents()
         by_run: dict[tuple[str, str], int] = {}

@@ -29,6 +29,11 @@ _UNREADABLE = (
     *(struct.error, zlib.error, ValueError, KeyError, TypeError, AttributeError),
     *(OverflowError, RecursionError),
 )
+SMALL_BYTES = 1024
+FEW = 32
+"""Records up to which numpy takes longer to begin than they take in Python."""
+_MASK = (1 << 64) - 1
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 _BITS = {"start": 48, "row": 32, "rows": 32}
 OWNED_DTYPE = np.dtype([("high", "<u8"), ("low", "<u8")])
 
@@ -58,7 +63,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         head, columns = self.parts()
-        return _HEAD.pack(MAGIC, VERSION, len(head)) + head + zlib.compress(columns, 6)
+        return _HEAD.pack(MAGIC, VERSION, len(head)) + head + _deflate(columns)
 
     def parts(self) -> tuple[bytes, bytes]:
         """The JSON head and the columns before compression: what the golden bytes freeze."""
@@ -72,10 +77,9 @@ class Manifest:
         }
         if self.versions:
             values["versions"] = [list(one) for one in self.versions]
-        head = json.dumps(values, separators=(",", ":")).encode()
-        spans = np.concatenate([np.empty(0, SPAN_DTYPE), *self.spans.values()])
-        columns = _pack(spans, ("start", "high", "low", "row", "rows"))
-        return head, columns + _pack(self.owned, ("high", "low"))
+        head = _to_json(values).encode()
+        columns = _pack(list(self.spans.values()), ("start", "high", "low", "row", "rows"))
+        return head, columns + _pack([self.owned], ("high", "low"))
 
     @classmethod
     def decode(cls, raw: bytes) -> Manifest:
@@ -134,13 +138,40 @@ def ranges(pairs: object) -> npt.NDArray[np.int64]:
     return np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
 
 
-def _pack(records: npt.NDArray[np.void], names: Sequence[str]) -> bytes:
-    """Some columns of records, one after the other: all at once, as most manifests have few spans."""
-    delta = np.zeros((len(names), len(records)), "<u8")
-    for place, name in enumerate(names):
-        delta[place] = records[name]
+def _pack(parts: Sequence[npt.NDArray[np.void]], names: Sequence[str]) -> bytes:
+    """Some columns of records, one after the other: all at once, as most manifests have few spans.
+
+    Numpy joins records in Python, comparing their types: columns are joined here instead.
+    """
+    count = sum(map(len, parts))
+    if count <= FEW:
+        columns = ([value for part in parts for value in part[name].tolist()] for name in names)
+        return b"".join(map(_pack_few, columns))
+    delta = np.zeros((len(names), count), "<u8")
+    first = 0
+    for part in parts:
+        if len(part):
+            for place, name in enumerate(names):
+                delta[place, first : first + len(part)] = part[name]
+            first += len(part)
     delta[:, 1:] -= delta[:, :-1].copy()
-    return delta.view(np.uint8).reshape(len(names), len(records), 8).transpose(0, 2, 1).tobytes()
+    return delta.view(np.uint8).reshape(len(names), count, 8).transpose(0, 2, 1).tobytes()
+
+
+def _pack_few(values: Sequence[int]) -> bytes:
+    """One column of ``_pack``."""
+    before = [0, *values]
+    raw = struct.pack(
+        f"<{len(values)}Q", *[(new - old) & _MASK for new, old in zip(values, before, strict=False)]
+    )
+    return b"".join([raw[place::8] for place in range(8)])
+
+
+def _deflate(columns: bytes) -> bytes:
+    """A zlib stream; a few spans get by with small tables, which cost more to make than to use."""
+    small = len(columns) <= SMALL_BYTES
+    squeeze = zlib.compressobj(6, zlib.DEFLATED, 10, 2) if small else zlib.compressobj(6)
+    return squeeze.compress(columns) + squeeze.flush()
 
 
 def _unpack(raw: bytes) -> npt.NDArray[np.uint64]:

@@ -44,7 +44,7 @@ class PutStream(_Wire):
 
 
 class CommitStream(_Wire):
-    """Descriptor of a DoPut stream whose messages are ``CommitSteps`` JSON; answers are ``StepResults``."""
+    """Descriptor of a DoPut stream of ``StreamMessage`` JSON, each answered by ``StreamAnswers``."""
 
     kind: Literal["commits"] = "commits"
 

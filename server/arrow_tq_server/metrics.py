@@ -22,7 +22,9 @@ class Metrics:
         self.ack_s = self._histogram("put_ack_seconds", "Making chunks durable and acking them")
         self.commit_s = self._histogram("commit_seconds", "One message of step commits")
         self.get_s = self._histogram("get_seconds", "One answer, from first to last message")
-        self.action_s = self._histogram("action_seconds", "One action, waiting claims included", "verb")
+        self.action_s = self._histogram(
+            "action_seconds", "One action, or one command of a stream, waiting claims included", "verb"
+        )
         self.put_bytes = self._counter("put_bytes", "Payload bytes of stored chunks")
         self.get_bytes = self._counter("get_bytes", "Payload bytes of answers")
         self.errors = self._counter("errors", "Errors by code", "code")

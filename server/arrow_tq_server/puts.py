@@ -1,4 +1,4 @@
-"""DoPut: streams of chunks, and streams of step commits."""
+"""DoPut: streams of chunks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import pyarrow.flight as flight
 import structlog
 from pydantic import BaseModel, ValidationError
 
-from arrow_tq_schemas.access import Grant, need, need_of
 from arrow_tq_schemas.chunks import ChunkHeader, explain
-from arrow_tq_schemas.commands import CommitSteps, StepResult, StepResults
-from arrow_tq_schemas.errors import ArrowTQError, MalformedMessage, NotFound, PermissionDenied
+from arrow_tq_schemas.errors import ArrowTQError, MalformedMessage
 from arrow_tq_schemas.tickets import PutAck, PutMessage, PutStream
 from arrow_tq_server.budgets import Activity
 from arrow_tq_server.config import ServerConfig
 from arrow_tq_server.errors import bounded_wire, unforeseen
-from arrow_tq_server.guard import permit
 from arrow_tq_server.metrics import Metrics
 from arrow_tq_server.served import ServedEngine
 
@@ -163,46 +160,6 @@ class ChunkStream:
         self._errors = {}
         answer(self._writer, ack)
         self._metrics.ack_s.observe(time.perf_counter() - began)
-
-
-def take_commits(
-    engine: ServedEngine,
-    metrics: Metrics,
-    activity: Activity,
-    grant: Grant,
-    reader: flight.MetadataRecordBatchReader,
-    writer: flight.FlightMetadataWriter,
-) -> None:
-    """Answer every ``CommitSteps`` message of a commit stream with its ``StepResults``."""
-    while (message := next_message(reader)) is not None:
-        with activity.work(), metrics.commit_s.time():
-            if message.data is not None or message.app_metadata is None:
-                raise MalformedMessage("commit stream: expected messages of metadata alone")
-            commits = parse(CommitSteps, message.app_metadata.to_pybytes(), "commit message")
-            results = _commit(engine, commits, grant)
-            for result in results:
-                if result.error is not None:
-                    metrics.errors.labels(str(result.error.get("code"))).inc()
-            answer(writer, StepResults(results=results))
-
-
-def _commit(engine: ServedEngine, commits: CommitSteps, grant: Grant) -> list[StepResult]:
-    """Each step's result; one in a run that the token does not cover is refused, the others go on."""
-    if grant.runs is None and grant.allows(need_of(commits)):
-        return engine.commit_many(commits.steps)
-    results: list[StepResult | None] = [None] * len(commits.steps)
-    allowed: list[int] = []
-    for index, step in enumerate(commits.steps):
-        try:
-            permit(engine, grant, need(["write"], step.run), f"step {step.step_id!r}")
-        except (PermissionDenied, NotFound) as error:
-            results[index] = StepResult(step_id=step.step_id, error=bounded_wire(error))
-        else:
-            allowed.append(index)
-    answers = engine.commit_many([commits.steps[index] for index in allowed]) if allowed else []
-    for index, result in zip(allowed, answers, strict=True):
-        results[index] = result
-    return [result for result in results if result is not None]
 
 
 def answer(writer: flight.FlightMetadataWriter, message: BaseModel) -> None:

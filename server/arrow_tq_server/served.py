@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import pyarrow as pa
 
 from arrow_tq.backend import Backend
 from arrow_tq_schemas.chunks import ChunkHeader
-from arrow_tq_schemas.commands import Claim, Pressure, Reply, StepCommit, StepResult
+from arrow_tq_schemas.commands import Claim, Pressure, Reply, StreamAnswers, StreamMessage
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.tickets import PutStream
 
@@ -32,8 +32,8 @@ class ServedEngine(Backend, Protocol):
     def sync(self, run: str) -> None:
         """Return when what was put before is as durable as the run declares."""
 
-    def commit_many(self, steps: Sequence[StepCommit]) -> list[StepResult]:
-        """Commit each step by itself; errors are in the results."""
+    def answer(self, message: StreamMessage) -> StreamAnswers:
+        """Answer a message of a commit stream; errors are in the answers."""
 
     def query(self, query: str, run: str | None) -> pa.Table:
         """SQL over the metadata."""

@@ -34,13 +34,14 @@ from arrow_tq_schemas.tickets import (
     parse_ticket,
 )
 from arrow_tq_server.budgets import Activity, Budgets
+from arrow_tq_server.commits import take_commits
 from arrow_tq_server.config import ServerConfig
 from arrow_tq_server.errors import answering
 from arrow_tq_server.gets import padding, span_answer
 from arrow_tq_server.guard import NAME, Callers, Guard, NoHandshake, grant_of, permit, shown_stats
 from arrow_tq_server.listing import Listing
 from arrow_tq_server.metrics import Metrics
-from arrow_tq_server.puts import ChunkStream, take_commits
+from arrow_tq_server.puts import ChunkStream
 from arrow_tq_server.segments import Part, segment_answer
 from arrow_tq_server.served import ServedEngine
 from arrow_tq_server.tls import Tls

@@ -362,6 +362,32 @@ def replies() -> dict[str, commands.Wire]:
     }  # fmt: skip
 
 
+def stream_messages() -> dict[str, commands.Wire]:
+    """What a commit stream carries: its message, and its answer."""
+    owner = {"request_id": REQUEST, "run": "r", "epoch": 2, "session_id": "s-17"}
+    chunk = commands.AdoptedChunk(offset=512, header="{}")
+    adopt = commands.AdoptChunks(run="r", field="logprobs", proof="00ff", grant=CLAIM, chunks=[chunk])
+    told = replies()
+    failed = Misaligned("here", position=3).to_wire()
+    return {
+        "StreamMessage": commands.StreamMessage(
+            adopts=[adopt],
+            opens=[commands.OpenSession(**owner)],
+            steps=[StepCommit(run="r", epoch=2, session_id="s-17", step_id="call-1")],
+            finalizes=[commands.FinalizeSession(**owner)],
+        ),
+        "StreamAnswers": commands.StreamAnswers(
+            results=[commands.StepResult(step_id="call-1", step_index=0)],
+            answers=[
+                commands.stream_answer(told["ChunkVerdicts"]),
+                commands.stream_answer(told["SessionInfo"]),
+                commands.stream_answer(told["SegmentInfos"]),
+                commands.StreamAnswer(error=failed),
+            ],
+        ),
+    }
+
+
 def golden() -> dict[str, bytes]:
     """Every golden file by its name."""
     head, columns = manifest().parts()
@@ -380,6 +406,7 @@ def golden() -> dict[str, bytes]:
         "commands.json": wires({command.verb: command for command in all_commands()}),
         "replies.json": wires(replies()),
         "reply.bin": pack_reply(reply),
+        "stream.json": wires(stream_messages()),
         "location_dtype.json": pretty([list(one) for one in LOCATION_DTYPE.descr]),
         "bundle.json": bundle(),
         "fields.json": pretty({name: field.to_json() for name, field in fields().items()}),

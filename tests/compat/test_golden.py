@@ -17,7 +17,17 @@ import pytest
 from arrow_tq_schemas import handles, tickets
 from arrow_tq_schemas.blobs import BlobRef
 from arrow_tq_schemas.chunks import METADATA_KEY, Chunk, ChunkHeader, from_array, verify
-from arrow_tq_schemas.commands import COMMANDS, REPLIES, GetStats, RenewClaim, parse_command, unpack_reply
+from arrow_tq_schemas.commands import (
+    COMMANDS,
+    REPLIES,
+    CommitSteps,
+    GetStats,
+    RenewClaim,
+    StreamAnswers,
+    StreamMessage,
+    parse_command,
+    unpack_reply,
+)
 from arrow_tq_schemas.errors import from_wire
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
@@ -106,6 +116,16 @@ def test_frozen_tickets_are_read() -> None:
     for name, value in make.flight_messages().items():
         assert tickets.parse(type(value), messages[name]) == value
     assert tickets.unpack_spans(make.PACKED_SPANS).tolist() == make.SPANS.tolist()
+
+
+def test_frozen_messages_of_a_commit_stream_are_read() -> None:
+    messages = named_lines("stream.json")
+    for name, value in make.stream_messages().items():
+        assert type(value).model_validate_json(messages[name]) == value
+    # Older clients send steps alone, older servers answer with results alone.
+    steps, results = named_lines("commands.json")["commit_steps"], named_lines("replies.json")["StepResults"]
+    assert StreamMessage.model_validate_json(steps).steps == CommitSteps.model_validate_json(steps).steps
+    assert StreamAnswers.model_validate_json(results).results == make.replies()["StepResults"].results
 
 
 def test_every_command_is_frozen_and_read() -> None:

@@ -8,6 +8,7 @@ from typing import cast
 
 from hypothesis import given, strategies as st
 
+from arrow_tq.client.commits import Commits
 from arrow_tq.client.puts import Puts
 from arrow_tq.client.samehost.adopter import CHUNKS_A_CALL_MAX, Adopter, Written
 from arrow_tq.client.samehost.host import Host
@@ -15,7 +16,9 @@ from arrow_tq.client.samehost.host import Host
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=2 * CHUNKS_A_CALL_MAX))
 def test_a_call_takes_what_waits_of_one_file_in_order(files: Sequence[int]) -> None:
-    adopter = Adopter(cast(Host, None), cast(Puts, None), lambda item: None, lambda: False, 1.0)
+    adopter = Adopter(
+        cast(Host, None), cast(Puts, None), cast(Commits, None), lambda item: None, lambda: False, 1.0
+    )
     granted = [SimpleNamespace() for _ in range(4)]
     items = [cast(Written, SimpleNamespace(granted=granted[file], place=n)) for n, file in enumerate(files)]
     adopter._queue.extend(items)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from arrow_tq.backend import Header
+from arrow_tq.client.commits import Commits
 from arrow_tq.client.pending import PendingPut
 from arrow_tq.client.puts import Puts
 from arrow_tq.client.samehost.granted import Granted, Writer
@@ -16,10 +17,11 @@ from arrow_tq.client.samehost.host import Host
 from arrow_tq.layout.appender import Reserved
 from arrow_tq.logs import logger
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader
-from arrow_tq_schemas.commands import AdoptChunks, AdoptedChunk, ChunkVerdicts
+from arrow_tq_schemas.commands import AdoptChunks, AdoptedChunk, ChunkVerdicts, Wire
 from arrow_tq_schemas.errors import ArrowTQError, Conflict, InternalError, NotFound, Unavailable, from_wire
 
 CHUNKS_A_CALL_MAX = 256
+FILES_A_MESSAGE_MAX = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +33,8 @@ class Written:
     reserved: Reserved
     header: Header
     handle: PendingPut
+    told: bool = False
+    """Whether its handle has heard of it, or another thread has taken it over."""
 
     @property
     def nbytes(self) -> int:
@@ -53,12 +57,14 @@ class Adopter:
         self,
         host: Host,
         puts: Puts,
+        commits: Commits,
         settled: Callable[[Written], None],
         tend: Callable[[], bool],
         period_s: float,
     ) -> None:
         self._host = host
         self._puts = puts
+        self._commits = commits
         self._settled = settled
         self._tend = tend
         self._period_s = period_s
@@ -97,24 +103,27 @@ class Adopter:
             self._changed.notify_all()
 
     def _loop(self) -> None:
-        while (items := self._next()) is not None:
-            if not items:
+        while (files := self._next()) is not None:
+            if not files:
                 continue
             try:
-                self._adopt(items)
+                self._adopt(files)
             except Exception as error:
                 # Whoever waits is told: this thread must not end with chunks in its hands.
                 fault = InternalError(f"adopt: {type(error).__name__}: {error}")
-                self._settle([(one, fault) for one in items])
+                self._settle([(one, fault) for items in files for one in items if not one.told])
 
-    def _next(self) -> list[Written] | None:
-        """Chunks of one file; an empty list after something else was looked after; None to end."""
+    def _next(self) -> list[list[Written]] | None:
+        """Chunks by file; an empty list after something else was looked after; None to end."""
         with self._changed:
             due = self._tended_at + self._period_s
             if not self._queue and not self._ending:
                 self._changed.wait(max(due - time.monotonic(), 0.0))
             if self._queue and (time.monotonic() < due or self._ending):
-                return self._take()
+                files = [self._take()]
+                while self._queue and len(files) < FILES_A_MESSAGE_MAX:
+                    files.append(self._take())
+                return files
         try:
             more = self._tend()
         except Exception:
@@ -142,33 +151,30 @@ class Adopter:
         self._queue.extendleft(reversed(others))
         return items
 
-    def _adopt(self, items: Sequence[Written]) -> None:
-        first = items[0]
-        writer, proof = first.writer, self._host.proof()
-        try:
-            if proof is None:
-                raise NotFound("same host: no more")
-            told = [AdoptedChunk(offset=one.reserved.offset, header=one.header.raw.decode()) for one in items]
-            command = AdoptChunks(
-                run=writer.run, field=writer.field.name, proof=proof, grant=first.granted.grant, chunks=told
-            )
-            verdicts, _ = self._host.ask(command, ChunkVerdicts)
-            if len(verdicts.errors) != len(items):
-                raise InternalError(f"adopt: {len(verdicts.errors)} verdicts on {len(items)} chunks")
-        except (NotFound, Unavailable) as error:
-            # The server was restarted, or takes grants back: what was written is sent instead.
-            if proof is not None:
-                self._host.forget_stale(error, proof)
-            writer.lose(first.granted)
-            threading.Thread(target=self._send, args=(items,), name="arrow-tq-resend", daemon=True).start()
-            return
-        except ArrowTQError as error:
-            self._settle((one, error) for one in items)
-            return
-        self._settle(
-            (one, None if wire is None else from_wire(wire))
-            for one, wire in zip(items, verdicts.errors, strict=True)
-        )
+    def _adopt(self, files: Sequence[Sequence[Written]]) -> None:
+        """Ask for all of it in one message, a command a file."""
+        proof = self._host.proof()
+        outcomes: list[Wire | ArrowTQError]
+        if proof is None:
+            outcomes = [NotFound("same host: no more") for _ in files]
+        else:
+            try:
+                outcomes = self._commits.ask_many([_command(items, proof) for items in files])
+            except ArrowTQError as error:
+                outcomes = [error for _ in files]
+        for items, outcome in zip(files, outcomes, strict=True):
+            if isinstance(outcome, NotFound | Unavailable):
+                # The server was restarted, or takes grants back: what was written is sent instead.
+                if proof is not None:
+                    self._host.forget_stale(outcome, proof)
+                items[0].writer.lose(items[0].granted)
+                for item in items:
+                    item.told = True
+                threading.Thread(
+                    target=self._send, args=(items,), name="arrow-tq-resend", daemon=True
+                ).start()
+                continue
+            self._settle(zip(items, _errors(items, outcome), strict=True))
 
     def _send(self, items: Sequence[Written]) -> None:
         """The way of everybody else."""
@@ -183,6 +189,7 @@ class Adopter:
     def _settle(self, outcomes: Iterable[tuple[Written, ArrowTQError | None]]) -> None:
         settled: list[Written] = []
         for item, error in outcomes:
+            item.told = True
             self._settled(item)
             item.handle.settle(error)
             settled.append(item)
@@ -192,3 +199,21 @@ class Adopter:
                 item.granted.let_go()
             self._busy -= len(settled)
             self._changed.notify_all()
+
+
+def _command(items: Sequence[Written], proof: str) -> AdoptChunks:
+    first = items[0]
+    told = [AdoptedChunk(offset=one.reserved.offset, header=one.header.raw.decode()) for one in items]
+    writer = first.writer
+    return AdoptChunks(
+        run=writer.run, field=writer.field.name, proof=proof, grant=first.granted.grant, chunks=told
+    )
+
+
+def _errors(items: Sequence[Written], outcome: Wire | ArrowTQError) -> Sequence[ArrowTQError | None]:
+    """What became of each chunk of one command; None: it is stored."""
+    if isinstance(outcome, ArrowTQError):
+        return [outcome] * len(items)
+    if not isinstance(outcome, ChunkVerdicts) or len(outcome.errors) != len(items):
+        return [InternalError(f"adopt: no verdicts on {len(items)} chunks")] * len(items)
+    return [None if wire is None else from_wire(wire) for wire in outcome.errors]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from arrow_tq.backend import Header, Place
+from arrow_tq.client.commits import Commits
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.pending import JoinedPuts, PendingPut, Room
 from arrow_tq.client.puts import Puts
@@ -38,14 +39,14 @@ class HostWrites:
         put_bytes: their payload.
     """
 
-    def __init__(self, connection: Connection, host: Host, puts: Puts) -> None:
+    def __init__(self, connection: Connection, host: Host, puts: Puts, commits: Commits) -> None:
         options = connection.options
         self._host = host
         self._idle_s = options.stream_idle_s
         self._room = Room(options.put_inflight_bytes_max, options.put_room_s)
         self._lock = threading.Lock()
         self._writers: dict[tuple[str, str, int], Writer] = {}
-        self.adopter = Adopter(host, puts, self._settled, self._tend, TEND_S)
+        self.adopter = Adopter(host, puts, commits, self._settled, self._tend, TEND_S)
         self._kept_at = 0.0
         self.puts = 0
         self.put_bytes = 0

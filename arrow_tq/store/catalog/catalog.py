@@ -27,10 +27,10 @@ from arrow_tq.store.catalog.columns import read_kinds
 from arrow_tq.store.catalog.config import CatalogConfig, CatalogGauges, ChunkPins
 from arrow_tq.store.catalog.database import Readers, checkpoint, open_checkpointer, open_writer
 from arrow_tq.store.catalog.expiry import expire_all, something_is_due
-from arrow_tq.store.catalog.finalize import compose_session, store_segments
 from arrow_tq.store.catalog.gauges import read_gauges
 from arrow_tq.store.catalog.keeping import Keeping
 from arrow_tq.store.catalog.late_values import prepare_values, store_values
+from arrow_tq.store.catalog.lifecycles import Lifecycles
 from arrow_tq.store.catalog.operations import Operations
 from arrow_tq.store.catalog.requests import answered, once
 from arrow_tq.store.catalog.run_gauges import RunGauges, read_run_gauges
@@ -61,8 +61,6 @@ from arrow_tq_schemas.errors import Busy, InvalidInput, Unsupported
 from arrow_tq_schemas.ids import ChunkId
 
 Result = TypeVar("Result")
-FINALIZE_TRIES_MAX = 20
-"""Times that a session is composed again because a step was committed meanwhile."""
 PUT_TRIES_MAX = 20
 """Times that late values are composed again because another field was put meanwhile."""
 
@@ -97,6 +95,10 @@ class Catalog:
         self._steps = StepCommits(
             *(config, self._readers, self._writer, self._runs, self._writer_runs, chunks, on_released)
         )
+        self._lifecycles = Lifecycles(
+            *(self._readers, self._writer, self._runs, self._writer_runs, self._operations, on_released)
+        )
+        self.execute_many = self._lifecycles.execute_many
         # Bound methods: nothing is added to what is called for each step.
         self.commit_steps = self._steps.commit_steps
         self.token_path = self._steps.token_path
@@ -110,6 +112,10 @@ class Catalog:
         with self._readers.snapshot() as connection:
             if connection.execute("SELECT 1 FROM runs WHERE durability = 'disk' LIMIT 1").get is not None:
                 self._writer.require_full_sync()
+
+    def tell_created(self, created: Callable[[str, str], None]) -> None:
+        """Have ``created`` told run and id of each new session, before any step of it is committed."""
+        self._operations.created = created
 
     # -- commands ------------------------------------------------------------------------------
 
@@ -137,7 +143,7 @@ class Catalog:
         if isinstance(command, Claim):
             return self.claim(command)
         if isinstance(command, FinalizeSession):
-            return Reply(body=self._finalize(command))
+            return Reply(body=self._lifecycles.execute(command))
         if isinstance(command, FindBlob):
             return Reply(body=self._find_blob(command))
         if isinstance(command, PutValues):
@@ -162,17 +168,6 @@ class Catalog:
         self._run(keep_table(info.claim_id, ipc))
         # Again: where a retry of this call kept it first, that one counts.
         return Reply(body=info, blobs=[self._claim_table(command.run, info.claim_id)])
-
-    def _finalize(self, command: FinalizeSession) -> Wire:
-        run = self._runs.get(command.run)
-        for _ in range(FINALIZE_TRIES_MAX):
-            with self._readers.snapshot() as connection:
-                composed = compose_session(connection, run, command)
-            try:
-                return self._mutate(once(command, store_segments(composed, self._writer_runs, command)))
-            except Again:
-                continue
-        raise Busy(f"session {command.session_id!r}: steps were committed while it was finalized")
 
     def _find_blob(self, command: FindBlob) -> Wire:
         run = self._runs.get(command.run)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import apsw
 
-from arrow_tq.store.catalog.blobs import drop_blob_holds, release_unheld_blobs
+from arrow_tq.store.catalog.blobs import drop_blob_holds
 from arrow_tq.store.catalog.bundle_rows import bundle_chunk_state, count_missing_of_bundles
 from arrow_tq.store.catalog.database import row_list
 from arrow_tq.store.catalog.writer import Change
@@ -37,6 +37,15 @@ def take_holds(change: Change, session: int, view: str) -> None:
         f"UPDATE chunks SET holds = holds + counted.n FROM ({_HOLDS.format(pairs=pairs)}) AS counted "
         "WHERE chunks.id = counted.chunk",
         (session, view),
+    )
+
+
+def take_all_holds(change: Change, session: int, task_set: int) -> None:
+    """As ``take_holds``, where one new segment owns every chunk of its session."""
+    change.execute(
+        "UPDATE chunks SET holds = holds + "
+        "(SELECT count(*) FROM holders WHERE task_set = ? AND field = chunks.field) WHERE session = ?",
+        (task_set, session),
     )
 
 
@@ -78,14 +87,13 @@ def drop_holds(change: Change, pairs: str, values: Sequence[object]) -> None:
 
 
 def release_unheld(change: Change, session: int) -> None:
-    """Free the session's chunks, and end its references to blobs, that no segment keeps."""
+    """Free the session's chunks that no segment keeps."""
     freed = change.execute(
         "UPDATE chunks SET state = 'released', rev = ? "
         "WHERE session = ? AND state = 'committed' AND holds = 0 RETURNING chunk_id, groups",
         (change.rev, session),
     )
     change.released += all_groups(freed)
-    release_unheld_blobs(change, session)
 
 
 def release_chunks(change: Change, ids: Sequence[bytes]) -> None:

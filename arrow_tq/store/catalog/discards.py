@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from arrow_tq.store.catalog.blobs import release_unheld_blobs
 from arrow_tq.store.catalog.chunk_rows import drop_holds, release_unheld
 from arrow_tq.store.catalog.database import row_list
 from arrow_tq.store.catalog.kept import forget_segments
@@ -104,6 +105,7 @@ def end_session(change: Change, session: SessionRow, status: str, reason: str) -
         (status, reason, change.now_us, change.rev, session.id),
     )
     release_unheld(change, session.id)
+    release_unheld_blobs(change, session.id)
     _count(change, reason, 1)
     change.wakes = True
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import apsw
-import numpy as np
 
-from arrow_tq.store.catalog.blobs import held_refs, show_blobs, take_blob_holds
-from arrow_tq.store.catalog.chunk_rows import RELEASED, release_unheld, take_holds
+from arrow_tq.store.catalog.blobs import held_refs, release_unheld_blobs, show_blobs, take_blob_holds
+from arrow_tq.store.catalog.chunk_rows import RELEASED, release_unheld, take_all_holds, take_holds
 from arrow_tq.store.catalog.columns import check_reward, columns_text, learn_kinds, parse_columns
 from arrow_tq.store.catalog.receipt_blobs import decode_receipts
 from arrow_tq.store.catalog.runs import RunRecord, WriterRuns
@@ -25,6 +24,7 @@ from arrow_tq_schemas.commands import FinalizeSession, SegmentInfo, SegmentInfos
 from arrow_tq_schemas.errors import ChunkReleased, InternalError, SessionClosed
 from arrow_tq_schemas.manifests import Manifest
 from arrow_tq_schemas.names import segment_id
+from arrow_tq_schemas.trusted import trusted
 
 _INSERT_SEGMENT = (
     "INSERT INTO segments (run, segment_id, session, session_id, group_id, view, segment_index,"
@@ -48,6 +48,8 @@ class Composition:
     manifests: list[bytes]
     blobs: list[list[int]]
     """By segment, the references to blobs of the steps on its path."""
+    refers: bool
+    """Whether any step holds a reference to a blob."""
 
 
 def compose_session(connection: apsw.Connection, run: RunRecord, command: FinalizeSession) -> Composition:
@@ -61,7 +63,7 @@ def compose_session(connection: apsw.Connection, run: RunRecord, command: Finali
     reward, columns = check_reward(command.reward), parse_columns(command.columns)
     session = get_session(connection, run, command.session_id)
     if session.status not in (OPEN, FINALIZED) or _before(connection, session, command.view) is not None:
-        return Composition(reward, columns, session.rev, [], [], [])
+        return Composition(reward, columns, session.rev, [], [], [], True)
     steps = _read_tree(connection, run, session.id)
     segments = compose(
         steps,
@@ -73,7 +75,7 @@ def compose_session(connection: apsw.Connection, run: RunRecord, command: Finali
     refs = held_refs(connection, session.id)
     by_step = {place: refs[step.step_id] for place, step in enumerate(steps) if step.step_id in refs}
     blobs = on_paths([step.parent for step in steps], by_step, [segment.last for segment in segments])
-    return Composition(reward, columns, session.rev, segments, manifests, blobs)
+    return Composition(reward, columns, session.rev, segments, manifests, blobs, bool(refs))
 
 
 def _read_tree(connection: apsw.Connection, run: RunRecord, session: int) -> list[TreeStep]:
@@ -120,12 +122,11 @@ def store_segments(
             session.check_open()
         if session.rev != composed.rev:
             raise Again(f"session {session.session_id!r} went on while it was finalized")
-        merged = {**json.loads(session.columns), **composed.columns}
+        merged = {**parse_columns(session.columns), **composed.columns}
         if composed.segments:
             learn_kinds(change, run.id, "segments", merged)
         chunks = _chunk_rows(change, session.id)
-        names = change.execute("SELECT tasks FROM task_sets WHERE id = ?", (session.task_set,)).get
-        tasks: list[str] = json.loads(names)
+        tasks = runs.task_names(change, session.task_set)
         text = columns_text(merged)
         for index in range(len(composed.segments)):
             _insert(change, run, session, command, composed, index, text, tasks, chunks)
@@ -133,10 +134,15 @@ def store_segments(
             "INSERT INTO finalized VALUES (?, ?, ?, ?)",
             (session.id, command.view, composed.reward, columns_text(composed.columns)),
         )
-        take_holds(change, session.id, command.view)
+        if _owns_all(composed, chunks):
+            take_all_holds(change, session.id, session.task_set)
+        else:
+            take_holds(change, session.id, command.view)
+            release_unheld(change, session.id)
         if any(composed.blobs):
             take_blob_holds(change, session.id, command.view)
-        release_unheld(change, session.id)
+        if composed.refers:
+            release_unheld_blobs(change, session.id)
         _end(change, session, lasting=bool(tasks) or not composed.segments)
         change.wakes = True
         return _composed_infos(session, composed)
@@ -197,10 +203,9 @@ def _owned_rows(manifest: Manifest, chunks: _ChunkRows) -> list[int]:
     Raises:
         ChunkReleased: segments of the other view were trained or discarded, and freed one, before.
     """
-    halves = np.stack([manifest.owned["high"], manifest.owned["low"]], axis=1).astype(">u8").tobytes()
     rows = []
-    for place in range(0, len(halves), 16):
-        chunk_id = halves[place : place + 16]
+    for high, low in manifest.owned.tolist():
+        chunk_id = (high << 64 | low).to_bytes(16, "big")
         row, state = chunks.get(chunk_id, (0, None))
         if state is None:
             raise InternalError(
@@ -217,6 +222,12 @@ def _owned_rows(manifest: Manifest, chunks: _ChunkRows) -> list[int]:
     return rows
 
 
+def _owns_all(composed: Composition, chunks: _ChunkRows) -> bool:
+    """Whether one new segment owns every chunk of its session: then each is held by someone."""
+    segments = composed.segments
+    return len(segments) == 1 and len(segments[0].manifest.owned) == len(chunks)
+
+
 def _end(change: Change, session: SessionRow, lasting: bool) -> None:
     """Sessions with tasks last until they are released; others expire."""
     expires_at = None if lasting or session.ttl_us is None else change.now_us + session.ttl_us
@@ -227,7 +238,9 @@ def _end(change: Change, session: SessionRow, lasting: bool) -> None:
 
 
 def _before(connection: apsw.Connection, session: SessionRow, view: str) -> tuple[object, ...] | None:
-    """Reward and columns with which the view was finalized."""
+    """Reward and columns with which the view was finalized; None: it was not."""
+    if session.status == OPEN:
+        return None
     found: Any = connection.execute(
         "SELECT reward, columns FROM finalized WHERE session = ? AND view = ?", (session.id, view)
     ).fetchone()
@@ -255,17 +268,20 @@ def _finalized_before(
 def _composed_infos(session: SessionRow, composed: Composition) -> SegmentInfos:
     """What ``_infos`` reads, without reading it."""
     infos = [
-        SegmentInfo.model_construct(
-            segment_id=segment.manifest.segment_id,
-            session_id=session.session_id,
-            num_tokens=segment.manifest.num_tokens,
-            loss_tokens=segment.loss_tokens,
-            complete_fields=list(segment.complete_fields),
-            finish_reason=segment.finish_reason,
+        trusted(
+            SegmentInfo,
+            {
+                "segment_id": segment.manifest.segment_id,
+                "session_id": session.session_id,
+                "num_tokens": segment.manifest.num_tokens,
+                "loss_tokens": segment.loss_tokens,
+                "complete_fields": list(segment.complete_fields),
+                "finish_reason": segment.finish_reason,
+            },
         )
         for segment in composed.segments
     ]
-    return SegmentInfos.model_construct(segments=infos)
+    return trusted(SegmentInfos, {"segments": infos})
 
 
 def _infos(change: Change, session: SessionRow, view: str) -> SegmentInfos:

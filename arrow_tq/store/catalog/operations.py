@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from arrow_tq.store.catalog import (
     bundle_rows,
     discards,
@@ -66,6 +68,8 @@ class Operations:
         self._runs = runs
         self._pins = pins
         self._keep_marks = keep_marks
+        self.created: Callable[[str, str], None] = lambda run, session_id: None
+        """Told of each new session, in the writer, once it is committed."""
 
     def operation(self, command: Mutation) -> Apply[Wire]:
         """What a command does in the writer; raises ``Unsupported`` for one that is not of the catalog."""
@@ -85,7 +89,7 @@ class Operations:
         if isinstance(command, SetPolicyVersion):
             return lambda change: run_rows.set_policy_version(change, runs, self._committed, command)
         if isinstance(command, OpenSession):
-            return lambda change: sessions.open_session(change, runs, command)
+            return lambda change: sessions.open_session(change, runs, command, self.created)
         if isinstance(command, CloseGroup):
             return lambda change: sessions.close_group(change, runs, command)
         if isinstance(command, AbandonStep):

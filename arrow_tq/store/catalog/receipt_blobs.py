@@ -11,7 +11,8 @@ import struct
 from collections.abc import Sequence
 
 from arrow_tq_schemas.errors import MalformedMessage
-from arrow_tq_schemas.receipts import Receipt, StoredChunk
+from arrow_tq_schemas.receipts import Receipt, StoredChunk, trusted_receipt
+from arrow_tq_schemas.trusted import trusted
 
 _VERSION = 1
 _HEAD = struct.Struct("<BH")
@@ -58,14 +59,18 @@ def decode_receipts(blob: bytes, run: str, epoch: int) -> list[Receipt]:
                 valid = [_RUN.unpack_from(blob, place + _RUN.size * index) for index in range(runs)]
                 place += _RUN.size * runs
             chunks.append(
-                StoredChunk.model_construct(
-                    id=raw.hex(), start=position, rows=chunk_rows, bytes=bytes_, groups=groups, valid=valid
+                trusted(
+                    StoredChunk,
+                    {
+                        "id": raw.hex(),
+                        "start": position,
+                        "rows": chunk_rows,
+                        "bytes": bytes_,
+                        "groups": groups,
+                        "valid": valid,
+                    },
                 )
             )
             position += chunk_rows
-        receipts.append(
-            Receipt.model_construct(
-                v=1, run=run, epoch=epoch, field=field, start=start, rows=rows, chunks=chunks
-            )
-        )
+        receipts.append(trusted_receipt(run, epoch, field, start, rows, chunks))
     return receipts

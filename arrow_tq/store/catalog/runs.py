@@ -69,6 +69,7 @@ class WriterRuns:
 
     def __init__(self) -> None:
         self._records: dict[str, RunRecord] = {}
+        self._task_names: dict[int, list[str]] = {}
         self._ordered: set[tuple[int, str]] = set()
         """Runs and versions that have their place in the order."""
 
@@ -82,6 +83,14 @@ class WriterRuns:
             self._ordered.clear()
         self._ordered.add(key)
         change.undo.append(lambda _: self._ordered.clear())
+
+    def task_names(self, change: Change, task_set: int) -> list[str]:
+        """The tasks of a set that was committed before: its row never changes."""
+        found = self._task_names.get(task_set)
+        if found is None:
+            text = change.execute("SELECT tasks FROM task_sets WHERE id = ?", (task_set,)).get
+            found = self._task_names[task_set] = json.loads(text)
+        return found
 
     def get(self, change: Change, name: str) -> RunRecord:
         found = self._records.get(name)

@@ -6,6 +6,7 @@ One that is finalized can be opened by its id alone, to be finalized in its othe
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +74,16 @@ def get_session(connection: apsw.Connection, run: RunRecord, session_id: str) ->
     return found
 
 
-def open_session(change: Change, runs: WriterRuns, command: OpenSession) -> SessionInfo:
+def open_session(
+    change: Change, runs: WriterRuns, command: OpenSession, created: Callable[[str, str], None]
+) -> SessionInfo:
     """Create a session, or open it again while it is open; one that is finalized by its id alone.
+
+    Args:
+        change: the transaction.
+        runs: what is declared.
+        command: the session.
+        created: told run and session of a new one, before anything else can be committed to it.
 
     Raises:
         SessionClosed: it has ended; names how.
@@ -89,6 +98,7 @@ def open_session(change: Change, runs: WriterRuns, command: OpenSession) -> Sess
     found = find_session(change.connection, run, command.session_id)
     if found is None:
         _create(change, run, command, columns)
+        change.after.append(lambda: created(command.run, command.session_id))
         return SessionInfo(
             session_id=command.session_id, group=command.group, status=OPEN, last_step=None, ends={}
         )

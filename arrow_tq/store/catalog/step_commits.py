@@ -10,12 +10,13 @@ from arrow_tq.store.catalog.database import Readers
 from arrow_tq.store.catalog.paths import TokenPath, TokenPaths
 from arrow_tq.store.catalog.runs import CommittedRuns, WriterRuns
 from arrow_tq.store.catalog.step_plans import StepPlan, plan_step
-from arrow_tq.store.catalog.steps import commit_step, find_receipts
+from arrow_tq.store.catalog.steps import CommitStep, find_receipts
 from arrow_tq.store.catalog.writer import Again, Apply, Outcome, Writer
 from arrow_tq_schemas.commands import StepCommit, StepResult
 from arrow_tq_schemas.errors import ArrowTQError, InvalidInput
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.receipts import Receipt
+from arrow_tq_schemas.trusted import trusted
 
 
 class StepCommits:
@@ -62,7 +63,7 @@ class StepCommits:
                 results[index] = _failed(commit, error)
                 continue
             planned.append(index)
-            applies.append(commit_step(plan, self._writer_runs, self._pins))
+            applies.append(CommitStep(plan, self._writer_runs, self._pins))
         outcomes = self._writer.run(applies) if applies else []
         released = [chunk_id for outcome in outcomes for chunk_id in outcome.released]
         if released:
@@ -104,7 +105,7 @@ class StepCommits:
             return _failed(commit, outcome.error)
         self.committed += 1
         assert outcome.value is not None
-        return StepResult.model_construct(step_id=commit.step_id, step_index=outcome.value, error=None)
+        return trusted(StepResult, {"step_id": commit.step_id, "step_index": outcome.value, "error": None})
 
 
 def _failed(commit: StepCommit, error: ArrowTQError | Again) -> StepResult:

@@ -40,13 +40,13 @@ class StepPlan:
 
     commit: StepCommit
     receipts: bytes
-    chunks: list[ChunkRow]
-    ids: list[ChunkId]
+    chunks: Sequence[ChunkRow]
+    ids: Sequence[ChunkId]
     """All layer groups."""
     num_tokens: int | None
     rewrite_at: int | None
     problem: ArrowTQError | None
-    blobs: list[PlannedBlob]
+    blobs: Sequence[PlannedBlob]
 
 
 def plan_step(
@@ -61,20 +61,32 @@ def plan_step(
     if commit.retry_of == commit.step_id:
         raise InvalidInput(f"step {commit.step_id!r} retries itself: a retry has an id of its own")
     problem: ArrowTQError | None = None
-    chunks: list[ChunkRow] = []
-    ids: list[ChunkId] = []
-    blobs: list[PlannedBlob] = []
+    chunks: Sequence[ChunkRow] = ()
+    ids: Sequence[ChunkId] = ()
+    blobs: Sequence[PlannedBlob] = ()
     num_tokens = None
     try:
         _check_record(commit)
         num_tokens = _check_ends(run, commit)
-        for receipt in commit.receipts:
-            check_receipt(run, commit.epoch, f"step {commit.step_id!r}", receipt, pins, chunks, ids)
-        blobs = plan_blobs(commit, blob_bytes_max, pins)
+        if commit.receipts:
+            chunks, ids = _check_receipts(run, commit, pins)
+        if commit.blobs:
+            blobs = plan_blobs(commit, blob_bytes_max, pins)
     except ArrowTQError as error:
         problem = error
     receipts = encode_receipts(commit.receipts)
     return StepPlan(commit, receipts, chunks, ids, num_tokens, rewrite_at, problem, blobs)
+
+
+def _check_receipts(
+    run: RunRecord, commit: StepCommit, pins: ChunkPins
+) -> tuple[list[ChunkRow], list[ChunkId]]:
+    chunks: list[ChunkRow] = []
+    ids: list[ChunkId] = []
+    what = f"step {commit.step_id!r}"
+    for receipt in commit.receipts:
+        check_receipt(run, commit.epoch, what, receipt, pins, chunks, ids)
+    return chunks, ids
 
 
 def lost(what: str, ids: Sequence[ChunkId]) -> ChunkLost:

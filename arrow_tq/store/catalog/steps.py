@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import apsw
 
@@ -34,24 +35,32 @@ _INSERT_CHUNK = (
 _ADVANCE = "UPDATE sessions SET steps = ?, last_step = ?, updated_at = ?, rev = ? WHERE id = ?"
 
 
-def commit_step(plan: StepPlan, runs: WriterRuns, pins: ChunkPins) -> Callable[[Change], int]:
-    """The operation that commits a planned step; it gives the step's index."""
+@dataclass(frozen=True, slots=True)
+class CommitStep:
+    """The operation that commits a planned step; it gives the step's index.
 
-    def apply(change: Change) -> int:
-        commit = plan.commit
-        run = runs.get(change, commit.run)
+    One object: a function around the same would be five for the collector, for each step under way.
+    """
+
+    plan: StepPlan
+    runs: WriterRuns
+    pins: ChunkPins
+
+    def __call__(self, change: Change) -> int:
+        commit = self.plan.commit
+        run = self.runs.get(change, commit.run)
         run.check_epoch(commit.epoch)
         session = get_session(change.connection, run, commit.session_id)
         try:
             session.check_open()
-            if plan.problem is not None:
-                raise plan.problem
+            if self.plan.problem is not None:
+                raise self.plan.problem
             check_fence(change.connection, session, commit.step_id)
             parent = find_parent(change.connection, session, commit.step_id, commit.parent, commit.retry_of)
-            _pin(change, plan, pins)
+            _pin(change, self.plan, self.pins)
             brought = check_blobs(
-                *(change, run.id, commit.step_id, plan.blobs, pins),
-                lambda connection, ids: _unpin(connection, ids, pins),
+                *(change, run.id, commit.step_id, self.plan.blobs, self.pins),
+                lambda connection, ids: _unpin(connection, ids, self.pins),
             )
         except ArrowTQError:
             # A retry is answered although its session is over, or its chunks were released.
@@ -59,34 +68,32 @@ def commit_step(plan: StepPlan, runs: WriterRuns, pins: ChunkPins) -> Callable[[
             if known is None:
                 raise
             change.take_back()
-            return _retried(change, plan, known)
+            return _retried(change, self.plan, known)
         start, end = commit.sampled or (None, None)
-        rewrite_at, cut = _cut(change.connection, session.id, parent, plan)
+        rewrite_at, cut = _cut(change.connection, session.id, parent, self.plan)
         change.execute(
             _INSERT_STEP,
             (
                 *(session.id, session.steps, commit.step_id, parent, commit.messages, commit.version),
-                *(start, end, plan.num_tokens, rewrite_at, cut, commit.tools, commit.retry_of),
-                *(plan.receipts, change.now_us, change.rev),
+                *(start, end, self.plan.num_tokens, rewrite_at, cut, commit.tools, commit.retry_of),
+                *(self.plan.receipts, change.now_us, change.rev),
             ),
         )
         if not change.connection.changes():
             change.take_back()
             known = change.execute(_FIND_STEP, (session.id, commit.step_id)).fetchone()
             assert known is not None
-            return _retried(change, plan, known)
+            return _retried(change, self.plan, known)
         step = change.connection.last_insert_rowid()
-        _attach(change, session, plan)
-        if plan.blobs:
-            attach_blobs(change, run.id, session.id, step, plan.blobs, brought)
+        _attach(change, session, self.plan)
+        if self.plan.blobs:
+            attach_blobs(change, run.id, session.id, step, self.plan.blobs, brought)
         if commit.retry_of is not None:
             supersede(change, session, commit.retry_of, commit.step_id)
         if commit.version is not None:
-            runs.order_version(change, run, commit.version)
+            self.runs.order_version(change, run, commit.version)
         change.execute(_ADVANCE, (session.steps + 1, commit.step_id, change.now_us, change.rev, session.id))
         return session.steps
-
-    return apply
 
 
 def find_receipts(connection: apsw.Connection, session: int, step_id: str, run: str) -> list[Receipt]:

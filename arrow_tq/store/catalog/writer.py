@@ -1,4 +1,7 @@
-"""The writer thread: takes queued operations and commits many in one transaction.
+"""The writer: takes queued operations and commits many in one transaction.
+
+A thread of its own does that, or, where nothing else is under way, the very thread that brings an operation:
+to hand it over and to be woken again costs more than most operations.
 
 An operation that fails rolls back alone. Callers get their results after
 COMMIT, together with what they must do then (free chunks).
@@ -43,8 +46,8 @@ class Change:
     """
 
     __slots__ = (
-        *("after", "connection", "execute", "executemany"),
-        *("now_us", "released", "rev", "undo", "wakes"),
+        *("_after", "_released", "_undo", "connection", "execute", "executemany"),
+        *("now_us", "rev", "wakes"),
     )
 
     def __init__(self, connection: apsw.Connection, rev: int, now_us: int) -> None:
@@ -53,16 +56,45 @@ class Change:
         self.executemany = connection.executemany
         self.rev = rev
         self.now_us = now_us
-        self.released: list[ChunkId] = []
-        self.undo: list[Undo] = []
-        self.after: list[Callable[[], None]] = []
+        # Made when they are needed: most operations need none, and the collector counts every list.
+        self._released: list[ChunkId] | None = None
+        self._undo: list[Undo] | None = None
+        self._after: list[Callable[[], None]] | None = None
         self.wakes = False
+
+    @property
+    def released(self) -> list[ChunkId]:
+        if self._released is None:
+            self._released = []
+        return self._released
+
+    @released.setter
+    def released(self, ids: list[ChunkId]) -> None:
+        self._released = ids
+
+    @property
+    def undo(self) -> list[Undo]:
+        if self._undo is None:
+            self._undo = []
+        return self._undo
+
+    @property
+    def after(self) -> list[Callable[[], None]]:
+        if self._after is None:
+            self._after = []
+        return self._after
+
+    def follow(self) -> Sequence[ChunkId]:
+        """Run what comes after the commit; gives what is to be freed."""
+        for after in self._after or ():
+            after()
+        return self._released or ()
 
     def take_back(self) -> None:
         """Undo what the operation did outside the transaction, which goes on."""
-        for undo in self.undo:
+        for undo in self._undo or ():
             undo(self.connection)
-        self.undo.clear()
+        self._undo = None
 
 
 Apply = Callable[[Change], Result]
@@ -94,6 +126,8 @@ class Writer:
         self._waiters = waiters
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(config.queue_max)
+        self._turn = threading.Lock()
+        """Held by whoever uses the connection."""
         self._closing = threading.Lock()
         self._closed = False
         self._full_wanted = False
@@ -119,6 +153,8 @@ class Writer:
             )
         try:
             job = _Job(applies)
+            if self._lead(job):
+                return job.outcomes
             job.done.acquire()
             with self._closing:
                 if self._closed:
@@ -142,7 +178,23 @@ class Writer:
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             raise InternalError(f"the catalog's writer did not stop within {CLOSE_S} s")
-        self._connection.close()
+        with self._turn:
+            self._connection.close()
+
+    def _lead(self, job: _Job) -> bool:
+        """Do it here and now, if nothing else is under way; False: it has to be queued.
+
+        Never in the main thread: an interrupt there could end in the middle of a transaction.
+        """
+        if threading.current_thread() is threading.main_thread() or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if self._closed or not self._jobs.empty():
+                return False
+            self._transact([job])
+        finally:
+            self._turn.release()
+        return True
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -163,7 +215,8 @@ class Writer:
                     break
             closing = job is None
             if batch:
-                self._transact(batch)
+                with self._turn:
+                    self._transact(batch)
 
     def _transact(self, batch: list[_Job]) -> None:
         """One transaction. Whatever happens, every job gets its outcomes."""
@@ -178,7 +231,8 @@ class Writer:
         if committed and any(change.wakes for job in batch for change in job.changes):
             self._waiters.wake()
         for job in batch:
-            job.done.release()
+            if job.done.locked():
+                job.done.release()
 
     def _attempt(self, batch: list[_Job]) -> bool:
         connection = self._connection
@@ -204,9 +258,7 @@ class Writer:
         for job in batch:
             for change, outcome in zip(job.changes, job.outcomes, strict=True):
                 if outcome.error is None:
-                    outcome.released = change.released
-                    for follow in change.after:
-                        follow()
+                    outcome.released = change.follow()
         return True
 
     def _run_plainly(self, batch: list[_Job], rev: int, now_us: int) -> bool:

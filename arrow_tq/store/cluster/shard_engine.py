@@ -52,6 +52,8 @@ from arrow_tq_schemas.commands import (
     Stats,
     StepCommit,
     StepResult,
+    StreamAnswers,
+    StreamMessage,
 )
 from arrow_tq_schemas.errors import Conflict, MalformedMessage, NotFound, Unavailable, Unsupported
 from arrow_tq_schemas.fields import Field
@@ -217,8 +219,8 @@ class ShardEngine:
     def commit(self, step: StepCommit) -> StepResult:
         raise self._elsewhere("commit")
 
-    def commit_many(self, steps: Sequence[StepCommit]) -> list[StepResult]:
-        raise self._elsewhere("commit")
+    def answer(self, message: StreamMessage) -> StreamAnswers:
+        raise self._elsewhere("commit stream")
 
     def query(self, query: str, run: str | None) -> pa.Table:
         raise self._elsewhere("sql")

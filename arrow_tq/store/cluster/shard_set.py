@@ -281,13 +281,18 @@ class ShardSet:
 
     def usage(self) -> ShardUsage:
         """This process's shard, where it holds any, and the far ones that are up."""
-        own = self._own.usage()
+        used, capacity = self.level()
+        return replace(self._own.usage(), used_bytes=used, capacity_bytes=capacity)
+
+    def level(self) -> tuple[int, int]:
+        """As in ``usage``."""
         entries = [one for one in self.map.map().shards if one.number != OWN_NUMBER and one.up]
         used = sum(one.used_bytes for one in entries)
         capacity = sum(one.capacity_bytes for one in entries)
         if self.holds_own:
-            used, capacity = used + own.used_bytes, capacity + own.capacity_bytes
-        return replace(own, used_bytes=used, capacity_bytes=max(capacity, 1))
+            own_used, own_capacity = self._own.level()
+            used, capacity = used + own_used, capacity + own_capacity
+        return used, max(capacity, 1)
 
     def make_room(self) -> bool:
         """Here alone: far shards look after themselves."""

@@ -67,6 +67,13 @@ from arrow_tq_schemas.commands.sessions import (
 )
 from arrow_tq_schemas.commands.steps import AbandonStep, CommitSteps, StepCommit, StepResult, StepResults
 from arrow_tq_schemas.commands.store import Done, Empty, GetPressure, GetStats, Pressure, RunQuery, Stats
+from arrow_tq_schemas.commands.streams import (
+    StreamAnswer,
+    StreamAnswers,
+    Streamed,
+    StreamMessage,
+    stream_answer,
+)
 from arrow_tq_schemas.commands.terms import Durability, Json, Names, View
 
 __all__ = [
@@ -150,7 +157,12 @@ __all__ = [
     "UpdateSegments",
     "View",
     "Wire",
+    "StreamAnswer",
+    "StreamAnswers",
+    "StreamMessage",
+    "Streamed",
     "new_request_id",
+    "stream_answer",
     "pack_reply",
     "parse_command",
     "unpack_reply",
