@@ -30,9 +30,10 @@ def create(path: Path) -> None:
 def append(path: Path, located: Sequence[tuple[ChunkId, Entry]]) -> None:
     """Note chunks; kept whatever ends this process when it returns."""
     records = np.empty(len(located), RECORD)
-    for index, (chunk_id, entry) in enumerate(located):
-        records["entry"][index] = sidecar.record(chunk_id, entry)
-        records["digest"][index] = _digest(records["entry"][index])
+    records["entry"] = sidecar.records(located)
+    size, raw = sidecar.RECORD.itemsize, records["entry"].tobytes()
+    digest = xxhash.xxh3_64_intdigest
+    records["digest"] = [digest(raw[first : first + size]) for first in range(0, len(raw), size)]
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     try:
         os.write(descriptor, records.tobytes())

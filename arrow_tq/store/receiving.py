@@ -65,14 +65,11 @@ def check_header(what: str, stream: PutStream, field: Field, info: RunInfo, head
 
 def check_values(field: Field, chunk: Chunk) -> None:
     """What a checksum cannot tell: whether the sender's values are ones that the field may hold."""
-    if field.dtype == "bool":
-        highest, lowest = 1, 0
-    elif field.num_experts is not None:
-        highest, lowest = field.num_experts - 1, 0
-    else:
+    highest = _highest(field, chunk.values.dtype)
+    if highest is None or not chunk.values.size:
         return
-    info = np.iinfo(chunk.values.dtype.name)
-    if info.max <= highest and info.min >= lowest:
+    lowest = 0
+    if int(chunk.values.max()) <= highest and int(chunk.values.min()) >= lowest:
         return
     wrong = np.greater(chunk.values, highest) | np.less(chunk.values, lowest)
     if wrong.any():
@@ -84,3 +81,14 @@ def check_values(field: Field, chunk: Chunk) -> None:
             value=int(chunk.values[place]),
             position=chunk.header.start + place[0],
         )
+
+
+def _highest(field: Field, kind: np.dtype[np.generic]) -> int | None:
+    """The largest value that a field of values from 0 up may hold; None where its dtype holds no other."""
+    if field.dtype == "bool":
+        highest = 1
+    elif field.num_experts is not None:
+        highest = field.num_experts - 1
+    else:
+        return None
+    return None if kind.kind == "u" and highest >= (1 << 8 * kind.itemsize) - 1 else highest

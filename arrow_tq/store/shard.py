@@ -75,7 +75,7 @@ class Shard:
         self.keep_unpinned = self.index.keep_unpinned
         self.drop_orphans = self.index.drop_orphans
         self.orphans = self.index.orphans
-        self.adopt = self.index.publish
+        self.adopt = self.index.publish_all
         self.recovery = self._recover()
         self._populator = Populator(config.grow_bytes, config.ahead_bytes)
         self._site = StreamSite(

@@ -65,7 +65,10 @@ class ChunkId:
         """The id that these 32 hex digits name; refuses another UUID version."""
         if not isinstance(text, str) or not _HEX.fullmatch(text):
             raise MalformedMessage(f"chunk id {text!r}: expected 32 hex digits of a UUIDv8")
-        return cls.from_bytes(bytes.fromhex(text))
+        value = int(text, 16)
+        if value >> 76 & 0xF != 8 or value >> 62 & 0b11 != 0b10:
+            raise MalformedMessage(f"chunk id {text}: expected the 16 bytes of a UUIDv8")
+        return cls(value)
 
     def to_bytes(self) -> bytes:
         return self.value.to_bytes(16, "big")
