@@ -1,7 +1,7 @@
 """Looks at what a client wrote into a granted file before any of it is believed, many chunks at a time.
 
-Chunks that lie one behind the other are read in one ``pread``, into memory that stays in the processor's cache,
-and each is checked there: the message that belongs to its header, its checksum, its values.
+Chunks that lie one behind the other are read in one ``pread``, into memory that stays in the processor's
+cache, and each is checked there: the message that belongs to its header, its checksum, its values.
 """
 
 from __future__ import annotations

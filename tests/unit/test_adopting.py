@@ -17,7 +17,10 @@ from arrow_tq.client.samehost.host import Host
 def test_a_call_takes_what_waits_of_one_file_in_order(files: Sequence[int]) -> None:
     adopter = Adopter(cast(Host, None), cast(Puts, None), lambda item: None, lambda: False, 1.0)
     granted = [SimpleNamespace() for _ in range(4)]
-    items = [cast(Written, SimpleNamespace(granted=granted[file], place=n)) for n, file in enumerate(files)]
+    items = [
+        cast(Written, SimpleNamespace(granted=granted[file], place=n, nbytes=1))
+        for n, file in enumerate(files)
+    ]
     adopter._queue.extend(items)
     taken: list[list[Written]] = []
     while adopter._queue:
