@@ -18,7 +18,7 @@ from arrow_tq.layout.messages import pad
 from arrow_tq.store.extent_key import ExtentKey
 from arrow_tq.store.mapped_file import MappedFile
 from arrow_tq.store.space import Space
-from arrow_tq_schemas.chunks import Chunk, ChunkHeader
+from arrow_tq_schemas.chunks import Chunk, ChunkHeader, trusted_header
 from arrow_tq_schemas.errors import InternalError
 from arrow_tq_schemas.ids import ChunkId
 
@@ -189,10 +189,9 @@ class Extent:
         return values.reshape(rows, *self.item_shape)
 
     def header(self, chunk_id: ChunkId, entry: Entry) -> ChunkHeader:
-        return ChunkHeader.model_construct(
-            v=1, id=chunk_id.hex, run=self.key.run, epoch=entry.epoch, field=self.key.field,
-            start=entry.start, rows=entry.rows, checksum=entry.checksum, token="",
-        )  # fmt: skip
+        return trusted_header(
+            chunk_id.hex, self.key.run, entry.epoch, self.key.field, entry.start, entry.rows, entry.checksum
+        )
 
     def seal(self) -> None:
         """End the stream and give back what it did not use. Nothing is appended any more."""

@@ -206,11 +206,24 @@ def header_json(parts: tuple[bytes, bytes], id: str, start: int, rows: int, chec
     )
 
 
+def trusted_header(
+    id: str, run: str, epoch: int, field: str, start: int, rows: int, checksum: str
+) -> ChunkHeader:
+    """A ``ChunkHeader`` of values that its maker vouches for."""
+    return trusted(
+        ChunkHeader,
+        {
+            "v": 1, "id": id, "run": run, "epoch": epoch, "field": field, "start": start, "rows": rows,
+            "checksum": checksum, "token": "",
+        },
+    )  # fmt: skip
+
+
 class HeaderForm:
     """Reads headers of one run, epoch and field: 1 us each where they are in the form that is stored."""
 
     def __init__(self, run: str, epoch: int, field: str) -> None:
-        self._said = {"v": 1, "run": run, "epoch": epoch, "field": field, "token": ""}
+        self._said = run, epoch, field
         before, after = header_parts(run, epoch, field)
         number = rb"(0|[1-9][0-9]{0,14})"
         pattern = rb'%b([0-9a-f]{32})%b%b,"rows":([1-9][0-9]{0,8}),"checksum":"([0-9a-f]{32})"}'
@@ -221,16 +234,7 @@ class HeaderForm:
         found = self._match(raw)
         if found is None or int(found[2]) >= _COUNT_END:
             return None
-        return trusted(
-            ChunkHeader,
-            {
-                **self._said,
-                "id": found[1].decode(),
-                "start": int(found[2]),
-                "rows": int(found[3]),
-                "checksum": found[4].decode(),
-            },
-        )
+        return trusted_header(found[1].decode(), *self._said, int(found[2]), int(found[3]), found[4].decode())
 
 
 @functools.lru_cache(WRITERS_MAX)
