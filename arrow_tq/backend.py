@@ -6,6 +6,7 @@ Flight. Everything that users touch (runs, sessions, batches) is written once, o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -18,6 +19,13 @@ from arrow_tq_schemas.commands import Command, Reply, RunInfo, StepCommit, StepR
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.spans import Spans
+
+COPYING_THREADS_MAX = 4
+
+
+def copying_threads() -> int:
+    """Threads that one copy of views is spread over: a core alone does not use all that memory can give."""
+    return min(COPYING_THREADS_MAX, len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,6 +181,10 @@ class Backend(Protocol):
     @property
     def reads_in_place(self) -> bool:
         """Whether ``read`` gives views of the store's own memory."""
+
+    @property
+    def reads_at_once(self) -> int:
+        """Parts of one large read that are worth reading at a time; 1 where ``read`` sees to it."""
 
     def bundle_writer(self, run: RunInfo) -> BundleWriter:
         """For one new bundle of a run."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from arrow_tq.backend import Placer, PutHandle, Read, Rows
+from arrow_tq.backend import Placer, PutHandle, Read, Rows, copying_threads
 from arrow_tq.client.address import check_token, check_url
 from arrow_tq.client.bundles import FlightBundleWriter, Staging
 from arrow_tq.client.cluster import Cluster
@@ -194,6 +194,11 @@ class FlightBackend:
     @property
     def reads_in_place(self) -> bool:
         return False
+
+    @property
+    def reads_at_once(self) -> int:
+        link = self._link()
+        return copying_threads() if link.cluster.is_alone and link.host.host.proof() is not None else 1
 
     def bundle_writer(self, run: RunInfo) -> FlightBundleWriter:
         link, options = self._link(), self._options

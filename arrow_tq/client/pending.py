@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from arrow_tq.backend import PutHandle
@@ -14,11 +14,16 @@ from arrow_tq_schemas.fields import Field
 
 
 class PendingPut:
-    """Implements ``PutHandle`` for chunks that travel."""
+    """Implements ``PutHandle`` for chunks that travel.
 
-    def __init__(self, chunks: int) -> None:
+    Args:
+        hurry: called where somebody begins to wait: chunks that wait for company leave at once then.
+    """
+
+    def __init__(self, chunks: int, hurry: Callable[[], None]) -> None:
         self._changed = threading.Condition()
         self._left = chunks
+        self._hurry = hurry
         self._error: ArrowTQError | None = None
 
     def settle(self, error: ArrowTQError | None) -> None:
@@ -32,6 +37,8 @@ class PendingPut:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when every chunk is stored; raise the first error once all are settled."""
+        if self._left:
+            self._hurry()
         with self._changed:
             if not self._changed.wait_for(lambda: self._left == 0, timeout_s):
                 raise DeadlineExceeded(f"put: {self._left} chunks were not stored within {timeout_s:g} s")
@@ -65,6 +72,55 @@ class Item:
     @property
     def nbytes(self) -> int:
         return self.chunk.nbytes
+
+
+@dataclass(slots=True)
+class Company:
+    """Small chunks wait a moment for others, since a message or a call costs more than they do.
+
+    Not thread-safe: under its owner's lock.
+
+    Args:
+        chunks_min, bytes_min: so many have gathered: they leave.
+        linger_s: the first one never waits longer.
+    """
+
+    chunks_min: int
+    bytes_min: int
+    linger_s: float
+    chunks: int = 0
+    nbytes: int = 0
+    since: float = 0.0
+    hurried: bool = False
+
+    def add(self, nbytes: int) -> bool:
+        """One more; whether whoever takes them has to be woken."""
+        if not self.chunks:
+            self.since = time.monotonic()
+        self.chunks += 1
+        self.nbytes += nbytes
+        return self.chunks == 1 or self.is_enough
+
+    def take(self, nbytes: int) -> None:
+        """One left."""
+        self.chunks -= 1
+        self.nbytes -= nbytes
+        if not self.chunks:
+            self.hurried = False
+
+    def hurry(self) -> bool:
+        """Somebody waits for them; whether there are any."""
+        self.hurried = self.chunks > 0
+        return self.hurried
+
+    @property
+    def is_enough(self) -> bool:
+        return self.hurried or self.chunks >= self.chunks_min or self.nbytes >= self.bytes_min
+
+    @property
+    def wait_s(self) -> float:
+        """How much longer they may wait for others."""
+        return 0.0 if self.is_enough else max(self.since + self.linger_s - time.monotonic(), 0.0)
 
 
 class Room:

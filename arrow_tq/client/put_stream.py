@@ -18,12 +18,15 @@ from pydantic import ValidationError
 
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.failures import FLIGHT_FAILURES, translate
-from arrow_tq.client.pending import Item
+from arrow_tq.client.pending import Company, Item
 from arrow_tq_schemas.chunks import to_array
 from arrow_tq_schemas.errors import ArrowTQError, InternalError, Unreachable, from_wire
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.tickets import CHUNKS_PER_BATCH_MAX, PutAck, PutMessage, PutStream
 
+LINGER_S = 0.005
+"""How long small chunks that nobody waits for wait for others to share a message with."""
+COMPANY_MIN = 64
 OnSettled = Callable[[Item, ArrowTQError | None], None]
 OnLeft = Callable[[Sequence[Item], ArrowTQError | None], None]
 
@@ -50,6 +53,7 @@ class ChunkSender:
         self._deadline_s = 2 * self._options.stream_life_s
         self._changed = threading.Condition()
         self._queue: deque[Item] = deque()
+        self._company = Company(COMPANY_MIN, int(self._options.coalesce_bytes), LINGER_S)
         self._sent: deque[Item] = deque()
         self._acked = 0
         self._unasked_bytes = 0
@@ -66,8 +70,15 @@ class ChunkSender:
                 return False
             self._queue.append(item)
             self._backlog_bytes += item.nbytes
-            self._changed.notify_all()
+            if self._company.add(item.nbytes):
+                self._changed.notify_all()
             return True
+
+    def hurry(self) -> None:
+        """Somebody waits for what was handed over."""
+        with self._changed:
+            if self._company.hurry():
+                self._changed.notify_all()
 
     @property
     def backlog_bytes(self) -> int:
@@ -131,6 +142,8 @@ class ChunkSender:
                     self._ending = True
                     return []
                 self._changed.wait(max(left, 0.05))
+            while not self._ending and (left := self._company.wait_s) > 0:
+                self._changed.wait(left)
             if self._error is not None or time.monotonic() >= until:
                 self._ending = True
                 return []
@@ -141,6 +154,8 @@ class ChunkSender:
                 if size > self._options.coalesce_bytes:
                     break
                 items.append(self._queue.popleft())
+            for item in items:
+                self._company.take(item.nbytes)
             self._sent.extend(items)
             return items
 

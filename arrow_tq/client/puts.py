@@ -44,11 +44,18 @@ class Puts:
 
     def put(self, field: Field, chunks: Sequence[Chunk]) -> PendingPut:
         """Hand chunks over, waiting for room where there is none."""
-        handle = PendingPut(len(chunks))
+        handle = PendingPut(len(chunks), self.hurry)
         for chunk in chunks:
             self._room.take(chunk.nbytes)
             self._hand_over(Item(field, chunk, handle))
         return handle
+
+    def hurry(self) -> None:
+        """Somebody waits: small chunks that wait for others leave now."""
+        with self._lock:
+            senders = [sender for some in self._senders.values() for sender in some]
+        for sender in senders:
+            sender.hurry()
 
     def finish(self, timeout_s: float) -> None:
         """End all streams once they have sent what they hold, waiting for so long. New puts open others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ from arrow_tq_schemas.chunks import METADATA_KEY
 
 Values = npt.NDArray[np.generic]
 Mask = npt.NDArray[np.bool_]
+PLANS_MAX = 256
+"""Plans kept, one for each number of rows and length of the metadata: small chunks are mostly alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,9 @@ class BatchPlan:
     values_bytes: int
     length: int
     """Of the message, body included."""
+    before: bytes = b""
+    after: bytes = b""
+    """What is around the custom metadata in the message before its body, where no row is null."""
 
 
 class ColumnLayout:
@@ -42,20 +47,37 @@ class ColumnLayout:
         self.item_values = int(np.prod(self.item_shape, dtype=np.int64))
         self.row_bytes = self.item_values * self.dtype.itemsize
         self._messages = BatchMessages(schema, METADATA_KEY)
+        self._plans: dict[tuple[int, bool, int], BatchPlan] = {}
 
     def plan(self, rows: int, nullable: bool, metadata_bytes: int) -> BatchPlan:
         """The places of a batch of so many rows; ``nullable``: validity bits precede the values."""
+        key = (rows, nullable, metadata_bytes)
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= PLANS_MAX:
+                self._plans.clear()
+            found = self._plans[key] = self._planned(rows, nullable, metadata_bytes)
+        return found
+
+    def head(self, plan: BatchPlan, nulls: int, metadata: bytes) -> bytes:
+        """The message before its body."""
+        if not nulls:
+            return plan.before + metadata + plan.after
+        return bytes(self._head(plan, nulls, metadata))
+
+    def _planned(self, rows: int, nullable: bool, metadata_bytes: int) -> BatchPlan:
         template = self._messages.template(metadata_bytes)
         head = len(template.raw)
         valid_bytes = -(-rows // 8) if nullable else 0
         values_bytes = rows * self.row_bytes
         values_at = head + pad(valid_bytes)
-        return BatchPlan(
+        plan = BatchPlan(
             rows, template, head, valid_bytes, values_at, values_bytes, values_at + pad(values_bytes)
         )
+        raw, end = bytes(self._head(plan, 0, b"")), template.value + metadata_bytes
+        return replace(plan, before=raw[: template.value], after=raw[end:])
 
-    def head(self, plan: BatchPlan, nulls: int, metadata: bytes) -> bytearray:
-        """The message before its body."""
+    def _head(self, plan: BatchPlan, nulls: int, metadata: bytes) -> bytearray:
         rows = plan.rows
         first = plan.values_at - plan.valid_at
         body_bytes = plan.length - plan.valid_at

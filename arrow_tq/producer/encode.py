@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -18,11 +18,11 @@ from arrow_tq.producer.filling import fill
 from arrow_tq.producer.private import Values, convert, selections
 from arrow_tq_schemas.chunks import (
     Chunk,
-    ChunkHeader,
     begin_checksum,
     checksum,
     header_json,
     header_parts,
+    trusted_header,
 )
 from arrow_tq_schemas.errors import InvalidInput
 from arrow_tq_schemas.fields import Field
@@ -64,7 +64,10 @@ class Encoded:
 
     def copy(self) -> Encoded:
         """The same chunks over memory of their own."""
-        chunks = [[replace(one, values=one.values.copy()) for one in group] for group in self.chunks_by_group]
+        chunks = [
+            [Chunk(one.header, one.values.copy(), one.valid) for one in group]
+            for group in self.chunks_by_group
+        ]
         return Encoded(chunks, self.receipt, True, self.places)
 
 
@@ -202,15 +205,8 @@ class _Put:
 
     def _chunk(self, chunk_id: ChunkId, values: Values, valid: Mask | None, start: int) -> Chunk:
         run, epoch, name = self._encoder.run, self._encoder.epoch, self._encoder.field.name
-        header = ChunkHeader(
-            id=chunk_id.hex,
-            run=run,
-            epoch=epoch,
-            field=name,
-            start=start,
-            rows=len(values),
-            checksum=checksum(chunk_id, run, epoch, name, start, values, valid),
-        )
+        seen = checksum(chunk_id, run, epoch, name, start, values, valid)
+        header = trusted_header(chunk_id.hex, run, epoch, name, start, len(values), seen)
         return Chunk(header, values, valid)
 
 
@@ -278,14 +274,17 @@ def _pieces(rows: int, at_most: int) -> list[tuple[int, int]]:
 
 def _stored(field: Field, chunks: Sequence[Chunk], valid: Mask | None) -> StoredChunk:
     header = chunks[0].header
+    if valid is None or field.pad is not None:
+        # A null row is a hole, unless the field says what padding reads as.
+        nbytes = sum(chunk.nbytes for chunk in chunks)
+        return stored_chunk(header.id, header.start, header.rows, nbytes, len(chunks))
     return StoredChunk(
         id=header.id,
         start=header.start,
         rows=header.rows,
         bytes=sum(chunk.nbytes for chunk in chunks),
         groups=len(chunks),
-        # A null row is a hole, unless the field says what padding reads as.
-        valid=None if valid is None or field.pad is not None else _runs(valid),
+        valid=_runs(valid),
     )
 
 

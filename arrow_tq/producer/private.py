@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from arrow_tq.producer.arrays import Mask, Source
+from arrow_tq.producer.arrays import PLAIN_NAMES, Mask, Source
 from arrow_tq.producer.convert import Conversion
 from arrow_tq.producer.filling import BLOCK_BYTES, Selection
 from arrow_tq_schemas.fields import Field
@@ -28,7 +28,7 @@ def convert(
     nulls: Mask = np.zeros(end - first, dtype=np.bool_) if missing is None else missing
     in_place = (
         len(field.groups) == 1
-        and source.dtype in (field.dtype, storage.name)
+        and source.dtype in (field.dtype, PLAIN_NAMES[storage])
         and not conversion.narrows_float
         and given.dtype.isnative
         and given.flags.c_contiguous

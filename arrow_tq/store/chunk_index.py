@@ -61,15 +61,21 @@ class ChunkIndex:
 
     def publish(self, chunk_id: ChunkId, entry: Entry) -> None:
         """Show a chunk whose bytes are complete."""
+        self.publish_all([(chunk_id, entry)])
+
+    def publish_all(self, located: Iterable[tuple[ChunkId, Entry]]) -> None:
+        """Show chunks whose bytes are complete."""
+        now = time.monotonic()
         with self._lock:
-            damaged = self.entries.get(chunk_id)
-            if damaged is not None:
-                self._forget(chunk_id)
-                entry.pinned = damaged.pinned
-            self.entries[chunk_id] = entry
-            entry.extent.chunks += 1
-            if not entry.pinned:
-                self._unpinned[chunk_id] = time.monotonic()
+            for chunk_id, entry in located:
+                damaged = self.entries.get(chunk_id)
+                if damaged is not None:
+                    self._forget(chunk_id)
+                    entry.pinned = damaged.pinned
+                self.entries[chunk_id] = entry
+                entry.extent.chunks += 1
+                if not entry.pinned:
+                    self._unpinned[chunk_id] = now
 
     def recovered(self, extent: Extent, located: Iterable[tuple[ChunkId, Entry]]) -> None:
         """Show what an earlier process left; of two copies of a chunk the first one is kept."""

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
-from arrow_tq.backend import Read, Rows
+from arrow_tq.backend import Read, Rows, copying_threads
 from arrow_tq.calls import write_table
 from arrow_tq.logs import logger
 from arrow_tq.sql import SqlService
 from arrow_tq.store.admission import Admission
+from arrow_tq.store.arriving import store_batch
 from arrow_tq.store.attempts import Attempts
 from arrow_tq.store.bundle_tables import BundleTables
-from arrow_tq.store.bundles import EngineBundles, EngineBundleWriter, receive_bundle_chunk
+from arrow_tq.store.bundles import EngineBundles, EngineBundleWriter
 from arrow_tq.store.catalog import Catalog, CatalogConfig
 from arrow_tq.store.cluster.answers import CLUSTER_COMMANDS, FarShards, answer_cluster, chunk_holder
 from arrow_tq.store.committing import Commits
@@ -26,7 +27,6 @@ from arrow_tq.store.holding import attached_by
 from arrow_tq.store.host_share import HOST_COMMANDS, HostShare
 from arrow_tq.store.placing import STORED, EnginePlacer, Stored
 from arrow_tq.store.reading import Reader
-from arrow_tq.store.receiving import receive
 from arrow_tq.store.rewrites import Rewrites
 from arrow_tq.store.shard import Shard
 from arrow_tq.store.shard_config import ShardConfig
@@ -60,7 +60,7 @@ from arrow_tq_schemas.commands import (
     StreamAnswers,
     StreamMessage,
 )
-from arrow_tq_schemas.errors import Conflict, MalformedMessage, NotFound, Unsupported
+from arrow_tq_schemas.errors import ArrowTQError, Conflict, MalformedMessage, NotFound, Unsupported
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.tickets import PutStream
@@ -256,22 +256,21 @@ class Engine:
             self.sync(chunks[0].header.run)
         return STORED
 
-    def receive(self, stream: PutStream, header: ChunkHeader, batch: pa.RecordBatch) -> None:
-        """Store a chunk that came from the network, after validating all of it.
+    def receive(
+        self, stream: PutStream, headers: Sequence[ChunkHeader], batch: pa.RecordBatch
+    ) -> list[ArrowTQError | None]:
+        """Store the chunks of a batch that came from the network, after validating all of it.
+
+        Gives for each why it was refused (``MalformedMessage``, ``StaleEpoch``, ``Conflict``,
+        ``StoreFull``), or None.
 
         Raises:
-            MalformedMessage: the batch is not what its stream and header say; nothing was stored.
-            StaleEpoch, Conflict, StoreFull: as their names say.
+            MalformedMessage: the batch is not what its stream and headers say; nothing was stored.
         """
         self._check_open()
-        self._check_place(header)
         field = self.field(stream.run, stream.field)
         info = self._catalog.run_info(stream.run)
-        chunk = receive(stream, field, info, header, batch)
-        if field is BUNDLE_FIELD:
-            receive_bundle_chunk(self._shard, header, chunk.values, info)
-        else:
-            self._shard.put(field, chunk, info.durability)
+        return store_batch(self._shard, stream, field, info, headers, batch, self._check_place)
 
     def run_info(self, run: str) -> RunInfo:
         """The run's declaration and epoch; raises ``NotFound`` naming those that exist."""
@@ -295,6 +294,10 @@ class Engine:
     @property
     def reads_in_place(self) -> bool:
         return True
+
+    @property
+    def reads_at_once(self) -> int:
+        return copying_threads()
 
     def bundle_writer(self, run: RunInfo) -> EngineBundleWriter:
         """For a new bundle; its values are written into the extent where they are to lie."""

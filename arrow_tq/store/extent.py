@@ -18,10 +18,9 @@ from arrow_tq.layout.messages import pad
 from arrow_tq.store.extent_key import ExtentKey
 from arrow_tq.store.mapped_file import MappedFile
 from arrow_tq.store.space import Space
-from arrow_tq_schemas.chunks import Chunk, ChunkHeader
+from arrow_tq_schemas.chunks import Chunk, ChunkHeader, trusted_header
 from arrow_tq_schemas.errors import InternalError
 from arrow_tq_schemas.ids import ChunkId
-from arrow_tq_schemas.trusted import trusted
 
 MESSAGE_SLACK_BYTES = 4096
 """More than a batch's message takes beside its body, and than the end-of-stream marker."""
@@ -190,20 +189,8 @@ class Extent:
         return values.reshape(rows, *self.item_shape)
 
     def header(self, chunk_id: ChunkId, entry: Entry) -> ChunkHeader:
-        key = self.key
-        return trusted(
-            ChunkHeader,
-            {
-                "v": 1,
-                "id": chunk_id.hex,
-                "run": key.run,
-                "epoch": entry.epoch,
-                "field": key.field,
-                "start": entry.start,
-                "rows": entry.rows,
-                "checksum": entry.checksum,
-                "token": "",
-            },
+        return trusted_header(
+            chunk_id.hex, self.key.run, entry.epoch, self.key.field, entry.start, entry.rows, entry.checksum
         )
 
     def seal(self) -> None:

@@ -21,17 +21,14 @@ import numpy.typing as npt
 from arrow_tq.layout.messages import END_OF_STREAM
 from arrow_tq.logs import logger
 from arrow_tq.store import adopted
-from arrow_tq.store.extent import Entry, Extent
+from arrow_tq.store.adopting import Adoption, Verdict
+from arrow_tq.store.extent import Extent
 from arrow_tq.store.extent_key import ExtentKey
-from arrow_tq.store.granted_file import GrantedFile, Torn
-from arrow_tq.store.receiving import check_header, check_values
+from arrow_tq.store.granted_file import GrantedFile
 from arrow_tq.store.stream import Stream, StreamSite
-from arrow_tq_schemas.chunks import Chunk, ChunkHeader, verify
-from arrow_tq_schemas.commands import AdoptChunks, AdoptedChunk, ExtentGrant, RunInfo
-from arrow_tq_schemas.errors import ArrowTQError, MalformedMessage, NotFound, StoreFull
+from arrow_tq_schemas.commands import AdoptChunks, ExtentGrant, RunInfo
+from arrow_tq_schemas.errors import NotFound, StoreFull
 from arrow_tq_schemas.fields import Field
-from arrow_tq_schemas.ids import ChunkId
-from arrow_tq_schemas.tickets import PutStream
 
 if TYPE_CHECKING:
     from arrow_tq.store.shard import Shard
@@ -114,7 +111,7 @@ class Grants:
             lease_s=LEASE_S,
         )
 
-    def adopt(self, command: AdoptChunks, field: Field, info: RunInfo) -> list[dict[str, object] | None]:
+    def adopt(self, command: AdoptChunks, field: Field, info: RunInfo) -> list[Verdict]:
         """Believe chunks of a grant, each by itself; None for each that is stored, its error otherwise.
 
         Raises:
@@ -128,26 +125,14 @@ class Grants:
             if grant.ended:
                 raise NotFound("grant: it has ended", what="grant")
             grant.expires_at = time.monotonic() + LEASE_S
-            errors: list[dict[str, object] | None] = []
-            good: list[tuple[ChunkId, Entry]] = []
-            stream = PutStream(run=key.run, field=key.field, group=key.group)
-            for told in command.chunks:
-                try:
-                    located = self._check(grant, stream, told, field, info)
-                except ArrowTQError as error:
-                    errors.append(error.to_wire())
-                    continue
-                errors.append(None)
-                if located is not None:
-                    good.append(located)
-                    grant.extent.used_bytes = located[1].offset + located[1].length
+            adoption = Adoption(grant.extent, grant.file, grant.scratch, field, info, self._shard.is_here)
+            verdicts, good = adoption.check(command.chunks)
             if good:
                 adopted.append(grant.log, good)
-                for chunk_id, entry in good:
-                    self._shard.adopt(chunk_id, entry)
-                    self.bytes_adopted += entry.length
+                self._shard.adopt(good)
+                self.bytes_adopted += sum(entry.length for _, entry in good)
                 self.chunks_adopted += len(good)
-            return errors
+            return verdicts
 
     def keep(self, tokens: Sequence[str]) -> list[str]:
         """Renew grants; gives those that are still there."""
@@ -226,44 +211,3 @@ class Grants:
         if grant is None:
             raise NotFound("grant: it has ended, or was another process's", what="grant")
         return grant
-
-    def _check(
-        self, grant: Grant, stream: PutStream, told: AdoptedChunk, field: Field, info: RunInfo
-    ) -> tuple[ChunkId, Entry] | None:
-        """The entry of a chunk that is whole and right; None where it is stored already."""
-        header = ChunkHeader.from_bytes(told.header.encode())
-        extent = grant.extent
-        what = f"chunk {header.id}"
-        check_header(what, stream, field, info, header)
-        raw = told.header.encode()
-        if header.token or raw != header.to_bytes():
-            raise MalformedMessage(f"{what}: its header is not in the form that is stored")
-        plan = extent.layout.plan(header.rows, False, len(raw))
-        offset = told.offset
-        if offset % 8 or offset < extent.used_bytes or offset + plan.length > grant.file.size_bytes:
-            raise MalformedMessage(
-                f"{what}: {plan.length} bytes at {offset}: expected to lie between {extent.used_bytes} and "
-                f"{grant.file.size_bytes}"
-            )
-        try:
-            head = grant.file.read(offset, plan.values_at)
-            values = np.frombuffer(
-                grant.file.read_into(grant.scratch(plan.values_bytes), offset + plan.values_at),
-                extent.layout.dtype,
-            )
-        except Torn as error:
-            raise MalformedMessage(f"{what}: {error}") from None
-        if bytes(head) != bytes(extent.layout.head(plan, 0, raw)):
-            raise MalformedMessage(f"{what}: the message at {offset} is not the one of its header")
-        chunk = Chunk(header, values.reshape(header.rows, *extent.layout.item_shape), None)
-        if not verify(chunk):
-            raise MalformedMessage(f"{what}: its values do not have the checksum {header.checksum}")
-        check_values(field, chunk)
-        chunk_id = header.chunk_id
-        if self._shard.is_here(chunk_id, header.run, header.checksum):
-            return None
-        entry = Entry(
-            *(extent, offset, plan.length, header.rows, False, header.start, header.epoch, header.checksum),
-            verified=True,
-        )
-        return chunk_id, entry

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -30,7 +31,7 @@ from arrow_tq.store.stream import Stream, StreamSite
 from arrow_tq.store.streams import Streams
 from arrow_tq_schemas.bundles import UNKNOWN_CHECKSUM, checksummed
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader, verify
-from arrow_tq_schemas.errors import Conflict, StoreInUse
+from arrow_tq_schemas.errors import ArrowTQError, Conflict, StoreInUse
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
 
@@ -75,7 +76,7 @@ class Shard:
         self.keep_unpinned = self.index.keep_unpinned
         self.drop_orphans = self.index.drop_orphans
         self.orphans = self.index.orphans
-        self.adopt = self.index.publish
+        self.adopt = self.index.publish_all
         self.recovery = self._recover()
         self._populator = Populator(config.grow_bytes, config.ahead_bytes)
         self._site = StreamSite(
@@ -104,20 +105,54 @@ class Shard:
             StoreFull: no room; nothing was written.
             StoreInUse: in a fork of the process that opened the shard.
         """
-        self.check_process()
-        chunk_id = chunk.header.chunk_id
+        key = self._key(chunk.header, durability)
+        with self._locked(key, field) as stream:
+            is_new = self._append(stream, chunk)
+            if is_new and stream.live is not None:
+                self._after_append(stream, stream.live)
+        return is_new
+
+    def put_many(
+        self, field: Field, chunks: Sequence[Chunk], durability: Durability
+    ) -> list[ArrowTQError | None]:
+        """Store chunks of one run, field and layer group; None for each that is here now, else its error."""
+        errors: list[ArrowTQError | None] = [None] * len(chunks)
+        if not chunks:
+            return errors
+        with self._locked(self._key(chunks[0].header, durability), field) as stream:
+            for index, chunk in enumerate(chunks):
+                try:
+                    self._append(stream, chunk)
+                except ArrowTQError as error:
+                    errors[index] = error
+            if stream.live is not None:
+                self._after_append(stream, stream.live)
+        return errors
+
+    def _key(self, header: ChunkHeader, durability: Durability) -> ExtentKey:
         tier: Tier = "disk" if durability == "disk" else "memory"
-        key = ExtentKey(chunk.header.run, chunk.header.field, chunk_id.group, tier)
+        return ExtentKey(header.run, header.field, header.chunk_id.group, tier)
+
+    @contextmanager
+    def _locked(self, key: ExtentKey, field: Field) -> Iterator[Stream]:
+        self.check_process()
         stream = self.locked_stream(key, field)
         try:
-            self.check_open(f"chunk {chunk.header.id}")
-            if self.is_here(chunk_id, chunk.header.run, chunk.header.checksum):
-                return False
-            extent = stream.room(chunk.header.rows, chunk.valid is not None)
-            self.index.publish(chunk_id, extent.append(chunk))
-            self._after_append(stream, extent)
+            yield stream
         finally:
             stream.lock.release()
+
+    def _append(self, stream: Stream, chunk: Chunk) -> bool:
+        """False: it was here already. The stream's lock is held."""
+        header = chunk.header
+        self.check_open(f"chunk {header.id}")
+        chunk_id = header.chunk_id
+        if self.is_here(chunk_id, header.run, header.checksum):
+            return False
+        extent = stream.room(header.rows, chunk.valid is not None)
+        self.index.publish(chunk_id, extent.append(chunk))
+        if extent.key.tier == "disk":
+            self._sync.mark(extent)
         return True
 
     def fill(self, field: Field, header: ChunkHeader, fill: Fill, durability: Durability) -> str:

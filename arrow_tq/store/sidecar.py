@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from arrow_tq.store.extent import Entry, Extent
@@ -37,11 +38,8 @@ Located = Sequence[tuple[ChunkId, Entry]]
 
 def write(path: Path, extent: Extent, located: Located) -> None:
     """Write the sidecar, whole or not at all, and durably."""
-    records = np.empty(len(located), RECORD)
-    for index, (chunk_id, one) in enumerate(located):
-        records[index] = record(chunk_id, one)
     head = json.dumps({"rows": len(located), "used_bytes": extent.used_bytes}).encode()
-    content = _HEAD.pack(MAGIC, VERSION, len(head)) + head + records.tobytes()
+    content = _HEAD.pack(MAGIC, VERSION, len(head)) + head + records(located).tobytes()
     content += xxhash.xxh3_64_digest(content)
     write_whole(path, content, durable=True)
 
@@ -65,12 +63,16 @@ def read(path: Path, extent: Extent) -> list[tuple[ChunkId, Entry]] | None:
     return [entry(one, extent) for one in records]
 
 
-def record(chunk_id: ChunkId, entry: Entry) -> tuple[bytes, bytes, int, int, int, int, int, bool]:
-    """A row of ``RECORD``."""
-    return (
-        chunk_id.to_bytes(), bytes.fromhex(entry.checksum), entry.offset, entry.length, entry.start,
-        entry.epoch, entry.rows, entry.nullable,
-    )  # fmt: skip
+def records(located: Located) -> npt.NDArray[np.void]:
+    """A row of ``RECORD`` for each."""
+    rows = [
+        (
+            chunk_id.to_bytes(), bytes.fromhex(one.checksum), one.offset, one.length, one.start,
+            one.epoch, one.rows, one.nullable,
+        )
+        for chunk_id, one in located
+    ]  # fmt: skip
+    return np.array(rows, RECORD)
 
 
 def entry(row: np.void, extent: Extent) -> tuple[ChunkId, Entry]:

@@ -24,6 +24,8 @@ from arrow_tq_schemas.spans import SPAN_DTYPE, Spans, empty_spans
 
 Array = npt.NDArray[np.generic]
 HOLES_NAMED_MAX = 3
+PART_BYTES_MIN = 4 << 20
+"""A read is not cut into parts that fill less than this: a thread costs what copying 100 KB does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Reading:
     """How a fetch reads.
 
     Args:
-        threads_max: parts (fields and layer groups) that are read at the same time.
+        threads_max: parts (fields, layer groups, runs of spans) that are read at the same time.
         parallel_bytes_min: smaller fetches read one part after another: threads would cost more.
         wait_s: how long to wait for chunks whose step is still open, before ``ChunkPending``.
     """
@@ -94,12 +96,17 @@ def read_parts(
     out: Array,
     wait_s: float,
 ) -> list[Callable[[], None]]:
-    """One call a layer group, each of which reads its part into ``out``; none where there is nothing."""
+    """Calls that each read a part into ``out``: a layer group, or some spans of one; none for nothing."""
     gather = Gather.of(placement)
     if not gather.rows:
         return []
     parts = group_parts(field, layers)
-    return [partial(scatter, backend, run, field, part, gather, out, wait_s) for part in parts]
+    count = min(-(-backend.reads_at_once // len(parts)), out.nbytes // PART_BYTES_MIN)
+    return [
+        partial(scatter, backend, run, field, part, spans, out, wait_s)
+        for part in parts
+        for spans in gather.parts(count)
+    ]
 
 
 def run_all(calls: Sequence[Callable[[], None]], threads_max: int) -> None:

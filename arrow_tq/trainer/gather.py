@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -76,6 +77,25 @@ class Gather:
     def rows(self) -> int:
         """Rows of the answer."""
         return int(self.spans["rows"].sum(dtype=np.int64))
+
+    def parts(self, count: int) -> list[Gather]:
+        """The same read as so many (or fewer) of about equal size, cut between spans."""
+        ends = np.cumsum(self.spans["rows"], dtype=np.int64)
+        if count < 2 or len(ends) < 2:
+            return [self]
+        cuts = np.searchsorted(ends, ends[-1] * np.arange(1, count) // count) + 1
+        edges = np.unique([0, *cuts.tolist(), len(ends)]).tolist()
+        parts = []
+        for first, end in itertools.pairwise(edges):
+            begin, stop = int(ends[first - 1]) if first else 0, int(ends[end - 1])
+            low, high = np.searchsorted(self.sources, [begin, stop]).tolist()
+            parts.append(
+                Gather(
+                    *(self.spans[first:end], self.sources[low:high] - begin, self.places[low:high]),
+                    *(self.counts[low:high], self._reach[low:high] - begin),
+                )
+            )
+        return parts
 
     def position(self, row: int) -> int:
         """Token position of a row of the answer."""

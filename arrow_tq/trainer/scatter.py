@@ -69,10 +69,12 @@ def scatter(
     request = Read(run, field, part.group, part.layers, gather.spans, wait_s)
     target = _Target(field, part.places, out)
     cursor = Cursor(gather)
+    # Once: it is a sum over all spans, and there may be as many blocks as spans.
+    wanted_rows = gather.rows
     done = 0
     for rows in backend.read(request):
         end = done + len(rows.values)
-        if end > gather.rows:
+        if end > wanted_rows:
             break
         values = convert(field, _padded(field, rows, done, gather), out.dtype)
         runs = cursor.runs(done, end)
@@ -82,9 +84,9 @@ def scatter(
             target.copy(runs, values)
         done = end
     else:
-        if done == gather.rows:
+        if done == wanted_rows:
             return
-        raise ChunkLost(f"field {field.name!r}: the answer has {done} rows, {gather.rows} were asked")
+        raise ChunkLost(f"field {field.name!r}: the answer has {done} rows, {wanted_rows} were asked")
     raise ChunkLost(f"field {field.name!r}: the answer has more rows than asked")
 
 

@@ -17,6 +17,8 @@ IPC bodies of different size). What is hashed, in order, integers little-endian:
 
 from __future__ import annotations
 
+import functools
+import re
 import struct
 from dataclasses import dataclass
 from typing import Annotated
@@ -31,11 +33,15 @@ from pydantic_core import to_json
 from arrow_tq_schemas.errors import MalformedMessage
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
+from arrow_tq_schemas.trusted import trusted
 
 _U32, _U64_3 = struct.Struct("<I"), struct.Struct("<QQQ")
 METADATA_KEY = b"arrow_tq.chunk"
+WRITERS_MAX = 256
+"""Runs and fields whose constant parts of headers and checksums are kept."""
 Hex128 = Annotated[str, Bound(pattern=r"^[0-9a-f]{32}$")]
-Count = Annotated[int, Bound(ge=0, lt=1 << 48)]
+_COUNT_END = 1 << 48
+Count = Annotated[int, Bound(ge=0, lt=_COUNT_END)]
 
 
 class ChunkHeader(BaseModel):
@@ -62,7 +68,10 @@ class ChunkHeader(BaseModel):
         return ChunkId.from_hex(self.id)
 
     def to_bytes(self) -> bytes:
-        return self.model_dump_json(exclude_defaults=True).encode()
+        if self.token:
+            return self.model_dump_json(exclude_defaults=True).encode()
+        parts = header_parts(self.run, self.epoch, self.field)
+        return header_json(parts, self.id, self.start, self.rows, self.checksum)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> ChunkHeader:
@@ -168,20 +177,22 @@ def begin_checksum(
     valid: npt.NDArray[np.bool_] | None = None,
 ) -> xxhash.xxh3_128:
     """A digest that has seen all of a chunk but its values, which may then come in pieces."""
-    run_bytes, field_bytes = run.encode(), field.encode()
     bits = b"\x00"
     if valid is not None and not valid.all():
         bits = b"\x01" + np.packbits(valid, bitorder="little").tobytes()
+    names = _hashed_names(run, field)
     return xxhash.xxh3_128(
-        b"".join(
-            (
-                *(b"atq1", chunk_id.to_bytes(), _U32.pack(len(run_bytes)), run_bytes),
-                *(_U32.pack(len(field_bytes)), field_bytes, _U64_3.pack(epoch, start, rows), bits),
-            )
-        )
+        b"atq1%b%b%b%b" % (chunk_id.to_bytes(), names, _U64_3.pack(epoch, start, rows), bits)
     )
 
 
+@functools.lru_cache(WRITERS_MAX)
+def _hashed_names(run: str, field: str) -> bytes:
+    run_bytes, field_bytes = run.encode(), field.encode()
+    return b"".join((_U32.pack(len(run_bytes)), run_bytes, _U32.pack(len(field_bytes)), field_bytes))
+
+
+@functools.lru_cache(WRITERS_MAX)
 def header_parts(run: str, epoch: int, field: str) -> tuple[bytes, bytes]:
     """The constant parts of the JSON of headers of one writer, for ``header_json``."""
     said = f',"run":{to_json(run).decode()},"epoch":{epoch},"field":{to_json(field).decode()},"start":'
@@ -193,6 +204,43 @@ def header_json(parts: tuple[bytes, bytes], id: str, start: int, rows: int, chec
     return b'%b%b%b%d,"rows":%d,"checksum":"%b"}' % (
         *(parts[0], id.encode(), parts[1], start, rows, checksum.encode()),
     )
+
+
+def trusted_header(
+    id: str, run: str, epoch: int, field: str, start: int, rows: int, checksum: str
+) -> ChunkHeader:
+    """A ``ChunkHeader`` of values that its maker vouches for."""
+    return trusted(
+        ChunkHeader,
+        {
+            "v": 1, "id": id, "run": run, "epoch": epoch, "field": field, "start": start, "rows": rows,
+            "checksum": checksum, "token": "",
+        },
+    )  # fmt: skip
+
+
+class HeaderForm:
+    """Reads headers of one run, epoch and field: 1 us each where they are in the form that is stored."""
+
+    def __init__(self, run: str, epoch: int, field: str) -> None:
+        self._said = run, epoch, field
+        before, after = header_parts(run, epoch, field)
+        number = rb"(0|[1-9][0-9]{0,14})"
+        pattern = rb'%b([0-9a-f]{32})%b%b,"rows":([1-9][0-9]{0,8}),"checksum":"([0-9a-f]{32})"}'
+        self._match = re.compile(pattern % (re.escape(before), re.escape(after), number)).fullmatch
+
+    def read(self, raw: bytes) -> ChunkHeader | None:
+        """The header; None for any that is not of this form, whatever it is."""
+        found = self._match(raw)
+        if found is None or int(found[2]) >= _COUNT_END:
+            return None
+        return trusted_header(found[1].decode(), *self._said, int(found[2]), int(found[3]), found[4].decode())
+
+
+@functools.lru_cache(WRITERS_MAX)
+def header_form(run: str, epoch: int, field: str) -> HeaderForm:
+    """The form of one writer's headers."""
+    return HeaderForm(run, epoch, field)
 
 
 def verify(chunk: Chunk) -> bool:

@@ -6,6 +6,7 @@ Bits, high to low: 48 unix time in ms, 4 version (8), 12 shard, 2 variant (0b10)
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -24,6 +25,8 @@ _TIME_SHIFT = 80
 _GROUP_MASK = GROUP_MAX << _GROUP_SHIFT
 _VERSION = 8 << 76
 _VARIANT = 0b10 << 62
+PARSED_MAX = 4096
+"""Ids kept with their text: each is asked for several times while its chunk is stored, or committed."""
 _HEX = re.compile(r"[0-9a-fA-F]{32}")
 
 
@@ -63,9 +66,9 @@ class ChunkId:
     @classmethod
     def from_hex(cls, text: str) -> ChunkId:
         """The id that these 32 hex digits name; refuses another UUID version."""
-        if not isinstance(text, str) or not _HEX.fullmatch(text):
+        if not isinstance(text, str):
             raise MalformedMessage(f"chunk id {text!r}: expected 32 hex digits of a UUIDv8")
-        return cls.from_bytes(bytes.fromhex(text))
+        return _parsed(text)
 
     def to_bytes(self) -> bytes:
         return self.value.to_bytes(16, "big")
@@ -91,6 +94,16 @@ class ChunkId:
         if not 0 <= group <= GROUP_MAX:
             raise MalformedMessage(f"layer group {group}: expected 0 to {GROUP_MAX}")
         return ChunkId(self.value & ~_GROUP_MASK | group << _GROUP_SHIFT)
+
+
+@functools.lru_cache(PARSED_MAX)
+def _parsed(text: str) -> ChunkId:
+    if not _HEX.fullmatch(text):
+        raise MalformedMessage(f"chunk id {text!r}: expected 32 hex digits of a UUIDv8")
+    value = int(text, 16)
+    if value >> 76 & 0xF != 8 or value >> 62 & 0b11 != 0b10:
+        raise MalformedMessage(f"chunk id {text}: expected the 16 bytes of a UUIDv8")
+    return ChunkId(value)
 
 
 class IdFactory:

@@ -11,7 +11,7 @@ import pyarrow.flight as flight
 import structlog
 from pydantic import BaseModel, ValidationError
 
-from arrow_tq_schemas.chunks import ChunkHeader, explain
+from arrow_tq_schemas.chunks import ChunkHeader, explain, header_form
 from arrow_tq_schemas.errors import ArrowTQError, MalformedMessage
 from arrow_tq_schemas.tickets import PutAck, PutMessage, PutStream
 from arrow_tq_server.budgets import Activity
@@ -80,7 +80,7 @@ class ChunkStream:
             )
 
     def _take(self, message: flight.FlightStreamChunk) -> None:
-        put, headers = _identify(message)
+        put, headers = self._identify(message)
         batch = message.data
         size = batch.get_total_buffer_size()
         self._metrics.in_flight_bytes.inc(size)
@@ -89,47 +89,36 @@ class ChunkStream:
         self._dealt += len(headers)
         try:
             self._refuse_unseen(headers[0], batch, size)
-            self._check_rows(headers, batch)
+            self._store(headers, batch)
         except ArrowTQError as error:
-            for header in headers:
-                self._refuse(header, error)
-        else:
-            self._take_chunks(headers, batch)
+            self._refuse(headers, error)
+        except Exception as error:
+            # One chunk's fault must not end the stream that others share.
+            self._refuse(headers, unforeseen("put", error))
         config = self._config
         if put.ack or self._batches >= config.put_ack_batches or self._bytes >= config.put_ack_bytes:
             self._ack()
 
-    def _take_chunks(self, headers: Sequence[ChunkHeader], batch: pa.RecordBatch) -> None:
-        """Every chunk by itself: one chunk's fault must not end the stream that others share."""
-        first, row_bytes = 0, batch.nbytes / max(batch.num_rows, 1)
-        for header in headers:
-            began = time.perf_counter()
-            own = batch if len(headers) == 1 else batch.slice(first, header.rows)
-            first += header.rows
-            try:
-                self._engine.receive(self._stream, header, own)
-            except ArrowTQError as error:
-                self._refuse(header, error)
-            except Exception as error:
-                self._refuse(header, unforeseen("put", error))
-            else:
-                self._metrics.put_bytes.inc(row_bytes * header.rows)
-                self._metrics.put_s.observe(time.perf_counter() - began)
+    def _identify(self, message: flight.FlightStreamChunk) -> tuple[PutMessage, list[ChunkHeader]]:
+        if message.data is None or message.app_metadata is None:
+            raise MalformedMessage("put stream: expected batches with a PutMessage as app_metadata")
+        put = parse(PutMessage, message.app_metadata.to_pybytes(), "put message")
+        first = ChunkHeader.from_bytes(put.header.encode())
+        form = header_form(first.run, first.epoch, first.field)
+        texts = [text.encode() for text in put.more]
+        return put, [first, *(form.read(raw) or ChunkHeader.from_bytes(raw) for raw in texts)]
 
-    def _check_rows(self, headers: Sequence[ChunkHeader], batch: pa.RecordBatch) -> None:
-        """Where chunks share a batch, that its rows are theirs, and that it may be sliced at all."""
-        if len(headers) == 1:
-            return
-        said = sum(header.rows for header in headers)
-        if said != batch.num_rows:
-            raise MalformedMessage(
-                f"chunk {headers[0].id} and {len(headers) - 1} more: {batch.num_rows} rows, "
-                f"their headers say {said}"
-            )
-        try:
-            batch.validate(full=True)
-        except pa.ArrowInvalid as error:
-            raise MalformedMessage(f"chunk {headers[0].id}: {str(error).splitlines()[0]}") from None
+    def _store(self, headers: Sequence[ChunkHeader], batch: pa.RecordBatch) -> None:
+        began = time.perf_counter()
+        row_bytes, stored_rows = batch.nbytes / max(batch.num_rows, 1), 0
+        outcomes = self._engine.receive(self._stream, headers, batch)
+        for header, error in zip(headers, outcomes, strict=True):
+            if error is None:
+                stored_rows += header.rows
+            else:
+                self._refuse([header], error)
+        self._metrics.put_bytes.inc(row_bytes * stored_rows)
+        self._metrics.put_s.observe(time.perf_counter() - began)
 
     def _refuse_unseen(self, header: ChunkHeader, batch: pa.RecordBatch, size: int) -> None:
         """What has to be refused before any value is looked at."""
@@ -143,9 +132,10 @@ class ChunkStream:
             if buffer is not None and buffer.size and buffer.parent is None:
                 raise MalformedMessage(f"chunk {header.id}: compressed bodies are not taken")
 
-    def _refuse(self, header: ChunkHeader, error: ArrowTQError) -> None:
-        self._metrics.errors.labels(error.code).inc()
-        self._errors[header.id] = bounded_wire(error)
+    def _refuse(self, headers: Sequence[ChunkHeader], error: ArrowTQError) -> None:
+        for header in headers:
+            self._metrics.errors.labels(error.code).inc()
+            self._errors[header.id] = bounded_wire(error)
 
     def _ack(self) -> None:
         if not self._batches:
@@ -201,10 +191,3 @@ def malformed(what: str, error: Exception) -> MalformedMessage:
 def one_line(schema: pa.Schema) -> str:
     """A schema for an error message: names, types and metadata."""
     return ", ".join(f"{one.name}: {one.type} {one.metadata or ''}".rstrip() for one in schema)[:400]
-
-
-def _identify(message: flight.FlightStreamChunk) -> tuple[PutMessage, list[ChunkHeader]]:
-    if message.data is None or message.app_metadata is None:
-        raise MalformedMessage("put stream: expected batches with a PutMessage as app_metadata")
-    put = parse(PutMessage, message.app_metadata.to_pybytes(), "put message")
-    return put, [ChunkHeader.from_bytes(header.encode()) for header in (put.header, *put.more)]

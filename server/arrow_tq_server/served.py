@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import pyarrow as pa
@@ -10,6 +10,7 @@ import pyarrow as pa
 from arrow_tq.backend import Backend
 from arrow_tq_schemas.chunks import ChunkHeader
 from arrow_tq_schemas.commands import Claim, Pressure, Reply, StreamAnswers, StreamMessage
+from arrow_tq_schemas.errors import ArrowTQError
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.tickets import PutStream
 
@@ -26,8 +27,13 @@ class ServedEngine(Backend, Protocol):
     def field(self, run: str, name: str) -> Field:
         """The declared field; raises ``NotFound``."""
 
-    def receive(self, stream: PutStream, header: ChunkHeader, batch: pa.RecordBatch) -> None:
-        """Validate all of a chunk and store it; nothing is stored when this raises."""
+    def receive(
+        self, stream: PutStream, headers: Sequence[ChunkHeader], batch: pa.RecordBatch
+    ) -> list[ArrowTQError | None]:
+        """Validate the chunks of a batch and store them, each by itself: why one was refused, or None.
+
+        Nothing is stored when this raises.
+        """
 
     def sync(self, run: str) -> None:
         """Return when what was put before is as durable as the run declares."""

@@ -56,8 +56,11 @@ class Blocks:
     st.integers(1, 40),
     st.permutations(LAYERS).flatmap(lambda ids: st.integers(1, 4).map(lambda count: ids[:count])),
     st.sampled_from([np.uint8, np.int32]),
+    st.integers(1, 5),
 )
-def test_rows_are_read_once_and_placed(wanted: list[Span], size: int, layers: list[int], dtype: type) -> None:
+def test_rows_are_read_once_and_placed(
+    wanted: list[Span], size: int, layers: list[int], dtype: type, at_once: int
+) -> None:
     packed = to_spans(wanted)
     counts = packed["rows"].astype(np.int64)
     places = np.cumsum(counts) - counts
@@ -65,7 +68,8 @@ def test_rows_are_read_once_and_placed(wanted: list[Span], size: int, layers: li
     out = np.full((int(counts.sum()), 2, len(layers)), 111, dtype)
     for part in group_parts(FIELD, layers):
         backend = Blocks(size)
-        scatter(backend, "run", FIELD, part, gather, out)  # type: ignore[arg-type]
+        for piece in gather.parts(at_once):
+            scatter(backend, "run", FIELD, part, piece, out)  # type: ignore[arg-type]
         assert len(set(backend.asked)) == len(backend.asked)
     whole = {
         chunk: np.concatenate([STORED[chunk, 0], STORED[chunk, 1]], axis=2)[

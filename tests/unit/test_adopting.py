@@ -20,7 +20,10 @@ def test_a_call_takes_what_waits_of_one_file_in_order(files: Sequence[int]) -> N
         cast(Host, None), cast(Puts, None), cast(Commits, None), lambda item: None, lambda: False, 1.0
     )
     granted = [SimpleNamespace() for _ in range(4)]
-    items = [cast(Written, SimpleNamespace(granted=granted[file], place=n)) for n, file in enumerate(files)]
+    items = [
+        cast(Written, SimpleNamespace(granted=granted[file], place=n, nbytes=1))
+        for n, file in enumerate(files)
+    ]
     adopter._queue.extend(items)
     taken: list[list[Written]] = []
     while adopter._queue:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from arrow_tq.backend import Header
 from arrow_tq.client.commits import Commits
-from arrow_tq.client.pending import PendingPut
+from arrow_tq.client.pending import Company, PendingPut
 from arrow_tq.client.puts import Puts
 from arrow_tq.client.samehost.granted import Granted, Writer
 from arrow_tq.client.samehost.host import Host
@@ -22,6 +22,8 @@ from arrow_tq_schemas.errors import ArrowTQError, Conflict, InternalError, NotFo
 
 CHUNKS_A_CALL_MAX = 256
 FILES_A_MESSAGE_MAX = 64
+COMPANY = (64, 1 << 20, 0.005)
+"""So many chunks, or bytes, or seconds are waited for where nobody waits: a call costs what ten chunks do."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +72,7 @@ class Adopter:
         self._period_s = period_s
         self._changed = threading.Condition()
         self._queue: deque[Written] = deque()
+        self._company = Company(*COMPANY)
         self._busy = 0
         self._tended_at = 0.0
         self._running = False
@@ -80,18 +83,28 @@ class Adopter:
         with self._changed:
             if self._ending:
                 raise Conflict("put: the connection was closed")
+            wake = False
             for item in items:
                 item.granted.unadopted += 1
+                wake = self._company.add(item.nbytes) or wake
             self._queue.extend(items)
             self._busy += len(items)
             if not self._running:
                 self._running = True
                 self._tended_at = time.monotonic()
                 threading.Thread(target=self._loop, name="arrow-tq-adopt", daemon=True).start()
-            self._changed.notify_all()
+            elif wake:
+                self._changed.notify_all()
+
+    def hurry(self) -> None:
+        """Somebody waits for what was submitted."""
+        with self._changed:
+            if self._company.hurry():
+                self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything submitted is settled."""
+        self.hurry()
         with self._changed:
             return self._changed.wait_for(lambda: self._busy == 0, max(timeout_s, 0.0))
 
@@ -119,6 +132,8 @@ class Adopter:
             due = self._tended_at + self._period_s
             if not self._queue and not self._ending:
                 self._changed.wait(max(due - time.monotonic(), 0.0))
+            while self._queue and not self._ending and (left := self._company.wait_s) > 0:
+                self._changed.wait(left)
             if self._queue and (time.monotonic() < due or self._ending):
                 files = [self._take()]
                 while self._queue and len(files) < FILES_A_MESSAGE_MAX:
@@ -147,7 +162,11 @@ class Adopter:
         others: list[Written] = []
         while self._queue and len(items) < CHUNKS_A_CALL_MAX:
             item = self._queue.popleft()
-            (items if item.granted is granted else others).append(item)
+            if item.granted is granted:
+                items.append(item)
+                self._company.take(item.nbytes)
+            else:
+                others.append(item)
         self._queue.extendleft(reversed(others))
         return items
 

@@ -187,7 +187,7 @@ class HostPlace:
         self._held = held
         self._size = size
         self._items: list[Written] = []
-        self.handle = PendingPut(len(held))
+        self.handle = PendingPut(len(held), writes.adopter.hurry)
 
     @property
     def values(self) -> list[Values]:

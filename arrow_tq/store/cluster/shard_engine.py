@@ -14,17 +14,15 @@ from arrow_tq.client.options import ClientOptions
 from arrow_tq.client.shard_reads import shard_numbers
 from arrow_tq.client.tls import Tls
 from arrow_tq.logs import logger
-from arrow_tq.store.bundles import receive_bundle_chunk
+from arrow_tq.store.arriving import store_batch
 from arrow_tq.store.cluster.catalog_link import CatalogLink
 from arrow_tq.store.cluster.far_reads import FarReads
 from arrow_tq.store.cluster.membership import Membership
 from arrow_tq.store.directory import Directory
 from arrow_tq.store.holding import of_run
 from arrow_tq.store.reading import Reader
-from arrow_tq.store.receiving import receive
 from arrow_tq.store.shard import Shard
 from arrow_tq.store.shard_config import ShardConfig
-from arrow_tq_schemas.bundles import BUNDLE_FIELD
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader
 from arrow_tq_schemas.cluster import (
     ConfirmChunks,
@@ -55,7 +53,14 @@ from arrow_tq_schemas.commands import (
     StreamAnswers,
     StreamMessage,
 )
-from arrow_tq_schemas.errors import Conflict, MalformedMessage, NotFound, Unavailable, Unsupported
+from arrow_tq_schemas.errors import (
+    ArrowTQError,
+    Conflict,
+    MalformedMessage,
+    NotFound,
+    Unavailable,
+    Unsupported,
+)
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.tickets import PutStream
@@ -148,6 +153,10 @@ class ShardEngine:
     def reads_in_place(self) -> bool:
         return False
 
+    @property
+    def reads_at_once(self) -> int:
+        return 1
+
     def bundle_writer(self, run: RunInfo) -> BundleWriter:
         raise self._elsewhere("put of a bundle")
 
@@ -230,27 +239,28 @@ class ShardEngine:
     def put(self, field: Field, chunks: Sequence[Chunk]) -> PutHandle:
         raise self._elsewhere("put in process")
 
-    def receive(self, stream: PutStream, header: ChunkHeader, batch: pa.RecordBatch) -> None:
-        """Store a chunk that came from the network, after validating all of it.
+    def receive(
+        self, stream: PutStream, headers: Sequence[ChunkHeader], batch: pa.RecordBatch
+    ) -> list[ArrowTQError | None]:
+        """Store the chunks of a batch that came from the network, after validating all of it.
+
+        Gives for each why it was refused (``MalformedMessage``: also a chunk of another shard,
+        ``StaleEpoch``, ``Conflict``, ``StoreFull``), or None.
 
         Raises:
-            MalformedMessage: not what its stream and header say, or a chunk of another shard.
-            StaleEpoch, Conflict, StoreFull, Unavailable: as their names say.
+            MalformedMessage: the batch is not what its stream and headers say; nothing was stored.
+            Unavailable: this process does not hold the shard now.
         """
         self._check_open()
         self._membership.check()
-        number = self._membership.number
-        if header.chunk_id.shard != number:
-            raise MalformedMessage(
-                f"chunk {header.id}: of shard {header.chunk_id.shard}, this is shard {number}"
-            )
-        info = self._catalog.run_info(stream.run, header.epoch)
+        info = self._catalog.run_info(stream.run, max(header.epoch for header in headers))
         field = self.field(stream.run, stream.field)
-        chunk = receive(stream, field, info, header, batch)
-        if field is BUNDLE_FIELD:
-            receive_bundle_chunk(self._shard, header, chunk.values, info)
-        else:
-            self._shard.put(field, chunk, info.durability)
+        return store_batch(self._shard, stream, field, info, headers, batch, self._check_place)
+
+    def _check_place(self, header: ChunkHeader) -> None:
+        shard, number = header.chunk_id.shard, self._membership.number
+        if shard != number:
+            raise MalformedMessage(f"chunk {header.id}: of shard {shard}, this is shard {number}")
 
     def sync(self, run: str) -> None:
         """Return when what was put before is as durable as the run declares."""
