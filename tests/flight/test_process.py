@@ -62,7 +62,8 @@ def few_open_files(limit: int) -> Iterator[int]:
 
 
 def test_it_says_where_it_serves_and_leaves_no_note(tmp_path: Path) -> None:
-    with few_open_files(512) as hard, Server(tmp_path / "data", tmp_path / "memory") as server:
+    folders = (tmp_path / "data", tmp_path / "memory")
+    with few_open_files(512) as hard, Server(*folders, start="cold") as server:
         assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (hard, hard)
         note = json.loads((tmp_path / "data" / "server.json").read_text())
         assert note == {"url": server.url, "http_url": server.http_url, "pid": server.pid}
