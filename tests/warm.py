@@ -21,9 +21,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,7 @@ from typing import IO
 ROOT = Path(__file__).parents[1]
 REQUEST_BYTES_MAX = 1 << 17
 STOP_S = 30.0
+FINISH_S = 60.0
 DUMP_SIGNAL = signal.SIGUSR2
 """A warm process that gets it prints the stack of each thread to its standard error."""
 PRELOADED = (
@@ -65,12 +67,19 @@ class WarmProcess:
         returncode: its exit code, negative for a signal; None until ``poll`` or ``wait`` saw its end.
     """
 
-    def __init__(self, *command: str, stderr: IO[bytes] | None = None, imports: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        *command: str,
+        stderr: IO[bytes] | None = None,
+        env: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
+    ) -> None:
         """Start it.
 
         Args:
             command: the interpreter's arguments, with ``-m`` or ``-c`` first.
             stderr: where its standard error goes; where ours does.
+            env: its environment; ours.
             imports: modules that it would import, for the parent to have before it forks.
         """
         assert command[0] in ("-m", "-c")
@@ -84,7 +93,7 @@ class WarmProcess:
         self.stdout = os.fdopen(output, encoding="utf-8")
         errors = 2 if stderr is None else stderr.fileno()
         try:
-            wanted = Wanted(list(command), dict(os.environ), str(Path.cwd()), list(imports))
+            wanted = Wanted(list(command), dict(env or os.environ), str(Path.cwd()), list(imports))
             self.pid, self._pidfd = _parent().fork(wanted, (child_input, child_output, errors, child_ended))
         finally:
             for descriptor in (child_input, child_output, child_ended):
@@ -142,6 +151,22 @@ class WarmProcess:
         return self.returncode
 
 
+def finished(
+    *command: str, text: str = "", env: Mapping[str, str] | None = None, imports: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a warm process to its end; ``text`` is its standard input, no more than a pipe holds."""
+    with (
+        tempfile.TemporaryFile() as errors,
+        WarmProcess(*command, stderr=errors, env=env, imports=imports) as process,
+    ):
+        process.stdin.write(text)
+        process.stdin.close()
+        output = process.stdout.read()
+        code = process.wait(FINISH_S)
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, code, output, errors.read().decode())
+
+
 class _Parent:
     """The process that forks, seen from the test process."""
 
@@ -183,6 +208,7 @@ def _serve(control: socket.socket) -> Wanted | None:
     os.set_blocking(writer, False)
     os.set_blocking(reader, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     while True:
         ready, _, _ = select.select([control, reader], [], [])
@@ -203,6 +229,7 @@ def _serve(control: socket.socket) -> Wanted | None:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             control.close()
             for descriptor in (reader, writer, descriptors[3], *running.values()):
                 os.close(descriptor)
@@ -230,6 +257,12 @@ def _redirect(*descriptors: int) -> None:
     for target, source in enumerate(descriptors):
         os.dup2(source, target)
         os.close(source)
+    # What the parent's streams know of their files, such as whether they can seek, does not hold for these.
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(number, mode, closefd=False) for number, mode in enumerate("rww")
+    )
+    sys.stderr.reconfigure(line_buffering=True, errors="backslashreplace")
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
 
 
 def _main(descriptor: int) -> None:

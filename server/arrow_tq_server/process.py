@@ -240,8 +240,8 @@ def _advertised(config: ServerConfig, ports: Ports) -> str:
 def _stop_signals() -> int:
     """A descriptor that tells the numbers of signals that came.
 
-    Whatever thread the kernel interrupts writes them, and not a handler in Python: that one waits for the main
-    thread, which would wait for it in the read of this descriptor.
+    Whatever thread the kernel interrupts writes them, and not a handler in Python: that one waits for the
+    main thread, which would wait for it in the read of this descriptor.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

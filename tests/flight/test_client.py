@@ -41,7 +41,7 @@ def odd(name: str) -> Iterator[str]:
 
 @contextmanager
 def connected(url: str, **options: float) -> Iterator[FlightBackend]:
-    backend = FlightBackend(url, options=ClientOptions(retry_pause_s=3.0))
+    backend = FlightBackend(url, options=ClientOptions(**options))
     try:
         yield backend
     finally:

@@ -27,18 +27,12 @@ from arrow_tq_schemas.spans import Span, to_spans
 from tests.flight import wire
 from tests.flight.test_gets import committed
 from tests.serving import Server
+from tests.warm import finished
 
 
 def serve_fails(*arguments: str, **environment: str) -> tuple[int, str]:
     """Exit code and standard error of a server that must not start."""
-    done = subprocess.run(
-        [sys.executable, "-m", "arrow_tq_server", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-        env={**os.environ, **environment},
-    )
+    done = finished("-m", "arrow_tq_server", *arguments, env={**os.environ, **environment})
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr
