@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -68,6 +70,21 @@ def test_it_says_where_it_serves_and_leaves_no_note(tmp_path: Path) -> None:
     log = [json.loads(line) for line in server.log.read_text().splitlines()]
     assert log[-1]["event"] == "stopped" and log[-1]["exit_code"] == 0
     assert {"limit": hard, "before": 512}.items() <= log[0].items()
+
+
+def test_a_signal_that_another_thread_takes_stops_it_too(tmp_path: Path) -> None:
+    """The kernel gives a process's signal to whichever thread it likes, where the main one is busy."""
+    with Server(tmp_path / "data", tmp_path / "memory") as server:
+        threads = Path(f"/proc/{server.pid}/task").iterdir()
+        taking = [int(one.name) for one in threads if not blocks(one, signal.SIGTERM)]
+        other = next(one for one in taking if one != server.pid)
+        assert ctypes.CDLL(None).tgkill(server.pid, other, signal.SIGTERM) == 0
+        assert server.process.wait(20) == 0
+
+
+def blocks(thread: Path, number: int) -> bool:
+    (mask,) = re.findall(r"SigBlk:\s*(\w+)", (thread / "status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def test_a_second_server_names_the_first(server: Server, tmp_path: Path) -> None:
