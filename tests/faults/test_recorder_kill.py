@@ -104,10 +104,10 @@ def test_a_server_that_restarts_is_waited_for(tmp_path: Path) -> None:
         recorder.flush()
         first.kill()
         request.append("routed_experts", 2000, expected[2000:])
+        wait_until(lambda: recorder.stats().retries > 0, timeout_s=60)
     with Server(*folders, "--port", port), store, recorder:
         receipts = request.finish()
         assert receipts is not None
-        assert recorder.stats().retries > 0
         with run.session("s").step() as step:
             step.put("token_ids", np.arange(4001), start=0)
             step.attach(receipts["routed_experts"])
