@@ -21,6 +21,7 @@ test: $(READY)
 
 slow: $(READY)
 	$(BIN)/python -m pytest -m slow -n 0
+	ARROW_TQ_THOROUGH=1 $(BIN)/python -m pytest -n auto tests/property
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

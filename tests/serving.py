@@ -9,9 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
+
+from tests.warm import DUMP_SIGNAL, WarmProcess
 
 START_S = 30.0
 STOP_S = 30.0
@@ -40,8 +44,20 @@ class Server:
         http_url: where its HTTP port is.
     """
 
-    def __init__(self, data_dir: Path, memory_dir: Path, *arguments: str, prefix: Sequence[str] = ()) -> None:
-        """``prefix``: a command that runs the server, such as one that changes the network."""
+    def __init__(
+        self,
+        data_dir: Path,
+        memory_dir: Path,
+        *arguments: str,
+        start: Literal["warm", "cold"] = "warm",
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """Start it, and return when it serves.
+
+        Args:
+            start: ``cold`` starts an interpreter of its own, and so has this process's limits.
+            prefix: a command that runs the server, such as one that changes the network; always cold.
+        """
         self.data_dir = data_dir
         self.memory_dir = memory_dir
         self.log = data_dir.with_name(f"{data_dir.name}.log")
@@ -49,12 +65,12 @@ class Server:
         folders = ["--data-dir", str(data_dir), "--memory-dir", str(memory_dir)]
         ports = ["--host", "127.0.0.1", "--port", "0", "--http-port", "0"]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "arrow_tq_server", *folders, *ports, *arguments],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+            self.process: subprocess.Popen[str] | WarmProcess
+            if start == "cold" or prefix:
+                command = [*prefix, sys.executable, "-m", "arrow_tq_server", *folders, *ports, *arguments]
+                self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+            else:
+                self.process = WarmProcess("-m", "arrow_tq_server", *folders, *ports, *arguments, stderr=log)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         words = line.split()
@@ -73,9 +89,14 @@ class Server:
         self.process.wait(STOP_S)
 
     def stop(self) -> int:
-        """SIGTERM; gives the exit code."""
+        """SIGTERM; gives the exit code. One that does not end says what it does instead."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(STOP_S)
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            os.kill(self.pid, DUMP_SIGNAL)
+            time.sleep(1)
+            raise AssertionError(f"the server does not stop: {self.log.read_text()[-20_000:]}") from None
 
     def __enter__(self) -> Server:
         return self
@@ -86,5 +107,7 @@ class Server:
         if self.process.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
             self.process.wait(STOP_S)
-        if self.process.stdout is not None:
+        if isinstance(self.process, WarmProcess):
+            self.process.close()
+        elif self.process.stdout is not None:
             self.process.stdout.close()

@@ -201,6 +201,7 @@ class Connection:
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", RECONNECT_MS[0]),
-            ("grpc.min_reconnect_backoff_ms", RECONNECT_MS[0]),
+            # No pause, for all its name: how long one attempt may take. A busy server greets late.
+            ("grpc.min_reconnect_backoff_ms", int(self.options.connect_s * 1000)),
             ("grpc.max_reconnect_backoff_ms", RECONNECT_MS[1]),
         ]

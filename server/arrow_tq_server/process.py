@@ -42,6 +42,8 @@ from arrow_tq_server.tokens import Tokens
 NOTE_NAME = "server.json"
 GARBAGE_EVERY = 20_000
 """Objects made, less those freed, between two looks for cycles: our own requests make none."""
+SIGNALS_MAX = 64
+"""Numbers of signals that are read at a time."""
 CLOSE_S = 30.0
 """How long the engine may take to close after draining, before the process ends without it."""
 
@@ -87,6 +89,7 @@ class ServerProcess:
     def serve(self) -> None:
         """Serve until SIGTERM or SIGINT, drain, and end the process with exit code 0."""
         stop = _stop_signals()
+        # Its handler runs when the main thread is awake: below, every signal wakes it.
         signal.signal(signal.SIGHUP, lambda *_: self.guard.look_again())
         self._warn()
         service = self._service()
@@ -95,7 +98,8 @@ class ServerProcess:
             self.engine.start()
         self.http.ready(self._is_ready)
         self._announce()
-        os.read(stop, 1)
+        while not set(os.read(stop, SIGNALS_MAX)) & {signal.SIGTERM, signal.SIGINT}:
+            pass
         self._leave(service)
 
     def _service(self) -> Service:
@@ -245,20 +249,17 @@ def _advertised(config: ServerConfig, ports: Ports) -> str:
 
 
 def _stop_signals() -> int:
-    """A descriptor that becomes readable at SIGTERM or SIGINT. A handler may do no more than write."""
+    """A descriptor that tells the numbers of signals that came.
+
+    Whatever thread the kernel interrupts writes them, and not a handler in Python: that one waits for the
+    main thread, which would wait for it in the read of this descriptor.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: _poke(writer))
+        signal.signal(number, lambda *_: None)
     return reader
-
-
-def _poke(writer: int) -> None:
-    try:
-        os.write(writer, b"x")
-    except BlockingIOError:
-        # Full of signals already: the stop is under way.
-        return
 
 
 def _within(timeout_s: float, call: Callable[[], None], name: str) -> bool:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +10,7 @@ from arrow_tq.interface import Store
 from arrow_tq.store import Engine, EngineConfig
 from arrow_tq.testing.scenes import chunks_stored, wait_until
 from arrow_tq_schemas.blobs import blob_id
+from tests.warm import WarmProcess
 
 SEEN = [b"screenshot %d" % number * 5000 for number in range(3)]
 WRITER = """
@@ -48,18 +45,8 @@ def opened(path: Path, orphan_ttl_s: float) -> Store:
 @pytest.mark.parametrize("durability", ["process", "disk"])
 def test_acked_files_stay_and_others_are_reaped(tmp_path: Path, durability: str) -> None:
     path = tmp_path / "store"
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path), durability],
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    )
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == b"ready\n"
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(10)
-        process.stdout.close()
+    with WarmProcess("-c", WRITER, str(path), durability) as process:
+        assert process.stdout.readline() == "ready\n"
     with opened(path, orphan_ttl_s=600) as store:
         run = store.run("demo")
         assert [run.blob(blob_id(SEEN[place])) for place in (0, 2)] == [SEEN[0], SEEN[2]]

@@ -68,7 +68,7 @@ def kill_rounds(folder: Path, rounds: int, durability: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("durability", ["process", "disk"])
 def test_no_acked_bundle_is_lost(tmp_path: Path, durability: str) -> None:
-    kill_rounds(tmp_path, 3, durability)
+    kill_rounds(tmp_path, 2, durability)
 
 
 @pytest.mark.slow

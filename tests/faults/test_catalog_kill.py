@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +13,7 @@ from arrow_tq.store.catalog.receipt_blobs import decode_receipts
 from arrow_tq_schemas.commands import ReleaseClaim, TaskSpec
 from arrow_tq_schemas.receipts import chunk_ids
 from tests.catalog_scenes import Scene
+from tests.warm import WarmProcess
 
 ROUNDS = 6
 THREADS = 4
@@ -55,20 +52,12 @@ for thread in range({THREADS}):
 
 def write_until_killed(path: Path, journal: Path, name: str, after_s: float) -> None:
     """Run the writer in a process of its own and kill it."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path), str(journal), name],
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    )
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == b"ready\n"
+    with WarmProcess(
+        "-c", WRITER, str(path), str(journal), name, imports=["tests.catalog_scenes"]
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
         time.sleep(after_s)
         assert process.poll() is None, "the writer stopped by itself"
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(10)
-        process.stdout.close()
 
 
 def check_whole(path: Path) -> set[str]:

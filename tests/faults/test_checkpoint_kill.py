@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from arrow_tq import errors
 from arrow_tq.testing.rollouts import Rollout
 from arrow_tq.testing.scenes import fill, open_run
 from tests.serving import Server
+from tests.warm import WarmProcess
 
 TRAINER = """
 import sys, arrow_tq
@@ -33,10 +32,7 @@ MARKS_EVERY, CLAIMS = 6, 2
 
 def train(url: str, claims: int) -> list[str]:
     """A trainer that is killed while it holds its claim number ``claims``; the segments it saw, in order."""
-    command = [sys.executable, "-c", TRAINER, url]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    with WarmProcess("-c", TRAINER, url) as process:
         seen: list[str] = []
         for number in range(claims):
             if number:
@@ -45,7 +41,6 @@ def train(url: str, claims: int) -> list[str]:
             word, *names = process.stdout.readline().split()
             assert (word, len(names)) == ("claimed", CLAIMS)
             seen += names
-        process.kill()
     return seen
 
 

@@ -6,18 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 
 import arrow_tq
 from arrow_tq import fields
 from arrow_tq.interface import Store
 from arrow_tq.testing.scenes import chunks_stored, wait_until
 
-CYCLES = 1000
 RSS_GROWTH_BYTES_MAX = 48 << 20
 EXTENT_BYTES = 4 << 20
 
 
-def test_a_thousand_cycles_leave_files_bytes_descriptors_and_memory_level(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cycles", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_cycles_leave_files_bytes_descriptors_and_memory_level(tmp_path: Path, cycles: int) -> None:
     with arrow_tq.open(tmp_path / "store", capacity_bytes=1 << 30) as store:
         run = store.run("cycles", fields=[fields.token_ids(), fields.routed_experts(8, 4)])
         experts = np.random.default_rng(0).integers(0, 256, (63, 8, 4), dtype=np.int32)
@@ -32,10 +33,10 @@ def test_a_thousand_cycles_leave_files_bytes_descriptors_and_memory_level(tmp_pa
             np.testing.assert_array_equal(batch.fetch("routed_experts")["routed_experts"][0], experts)
             batch.release()
 
-        for number in range(CYCLES // 5):
+        for number in range(cycles // 5):
             cycle(number)
         before = _level(store, tmp_path)
-        for number in range(CYCLES // 5, CYCLES):
+        for number in range(cycles // 5, cycles):
             cycle(number)
         wait_until(lambda: chunks_stored(store) == 0)
         after = _level(store, tmp_path)
@@ -43,7 +44,7 @@ def test_a_thousand_cycles_leave_files_bytes_descriptors_and_memory_level(tmp_pa
         assert after["files"] <= before["files"] + 4
         assert after["used_bytes"] <= before["used_bytes"] + 2 * EXTENT_BYTES
         assert after["rss_bytes"] <= before["rss_bytes"] + RSS_GROWTH_BYTES_MAX
-        assert int(run.sql("SELECT count(*) AS n FROM segments").column("n")[0].as_py()) == CYCLES
+        assert int(run.sql("SELECT count(*) AS n FROM segments").column("n")[0].as_py()) == cycles
 
 
 def _level(store: Store, folder: Path) -> dict[str, float]:

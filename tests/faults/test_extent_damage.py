@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from arrow_tq import errors, fields
 from arrow_tq.store.shard import Shard
 from arrow_tq_schemas.chunks import Chunk
 from tests.chunking import config, equal, random_chunk
+from tests.warm import WarmProcess
 
 EXPERTS = fields.routed_experts(8, 4)
 TOPK = fields.indexer_topk(2, 8)
@@ -161,18 +161,11 @@ def test_killed_while_appending(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     acked: list[tuple[str, str]] = []
     for round_ in range(5):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), str(1000 * round_)],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        assert writer.stdout is not None
-        acked.append(tuple(writer.stdout.readline().split()[1:]))  # type: ignore[arg-type]
-        time.sleep(float(random.uniform(0.02, 0.2)))
-        os.kill(writer.pid, signal.SIGKILL)
-        lines = writer.stdout.read().splitlines()
-        writer.wait()
+        with WarmProcess("-c", WRITER, str(tmp_path), str(1000 * round_)) as writer:
+            acked.append(tuple(writer.stdout.readline().split()[1:]))  # type: ignore[arg-type]
+            time.sleep(float(random.uniform(0.02, 0.2)))
+            writer.kill()
+            lines = writer.stdout.read().splitlines()
         acked.extend(tuple(line.split()[1:]) for line in lines if len(line.split()) == 3)  # type: ignore[misc]
     shard = Shard(config(tmp_path))
     found = {chunk_id.hex: shard.get(chunk_id) for chunk_id in shard.ids()}

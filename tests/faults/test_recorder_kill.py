@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from arrow_tq import fields
 from arrow_tq.recorder import Recorder
 from arrow_tq.testing.scenes import chunks_stored, wait_until
 from tests.serving import Server
+from tests.warm import WarmProcess
 
 LAYERS, TOPK = 4, 2
 FIELDS = [fields.token_ids(), fields.routed_experts(LAYERS, TOPK)]
@@ -52,19 +50,12 @@ def test_a_killed_engine_leaves_no_orphan_after_the_ttl(tmp_path: Path) -> None:
         arrow_tq.connect(server.url) as store,
     ):
         run = store.run("demo", fields=FIELDS)
-        engine = subprocess.Popen(
-            [sys.executable, "-c", ENGINE, server.url], stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert engine.stdout is not None
+        with WarmProcess("-c", ENGINE, server.url, imports=["arrow_tq.recorder"]) as engine:
             receipt = json.loads(engine.stdout.readline())
             with run.session("s").step() as step:
                 step.put("token_ids", np.arange(501), start=0)
                 step.attach(receipt)
             time.sleep(0.3)
-        finally:
-            engine.send_signal(signal.SIGKILL)
-            engine.wait(30)
         attached = len(arrow_tq.Receipt.from_json(json.dumps(receipt)).chunks) + 1
         assert chunks_stored(store) > attached, "some of the open requests had been written"
         wait_until(lambda: chunks_stored(store) == attached, timeout_s=30)
@@ -77,9 +68,9 @@ def test_a_killed_engine_leaves_no_orphan_after_the_ttl(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_chunks_of_an_open_request_outlive_the_ttl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arrow_tq.recorder.keeper.KEEP_S", 0.5)
+    monkeypatch.setattr("arrow_tq.recorder.keeper.KEEP_S", 0.25)
     with (
-        Server(tmp_path / "data", tmp_path / "memory", "--set", "orphan_ttl_s=2") as server,
+        Server(tmp_path / "data", tmp_path / "memory", "--set", "orphan_ttl_s=1") as server,
         arrow_tq.connect(server.url) as store,
     ):
         run = store.run("demo", fields=FIELDS)
@@ -87,7 +78,7 @@ def test_chunks_of_an_open_request_outlive_the_ttl(tmp_path: Path, monkeypatch: 
             request = recorder.begin("slow")
             request.append("routed_experts", 0, np.full((1000, LAYERS, TOPK), 7, np.int32))
             recorder.flush()
-            time.sleep(6)
+            time.sleep(3)
             receipts = request.finish()
             assert receipts is not None
             with run.session("s").step() as step:
@@ -113,10 +104,10 @@ def test_a_server_that_restarts_is_waited_for(tmp_path: Path) -> None:
         recorder.flush()
         first.kill()
         request.append("routed_experts", 2000, expected[2000:])
+        wait_until(lambda: recorder.stats().retries > 0, timeout_s=60)
     with Server(*folders, "--port", port), store, recorder:
         receipts = request.finish()
         assert receipts is not None
-        assert recorder.stats().retries > 0
         with run.session("s").step() as step:
             step.put("token_ids", np.arange(4001), start=0)
             step.attach(receipts["routed_experts"])

@@ -134,7 +134,7 @@ def kill_rounds(folder: Path, rounds: int, durability: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("durability", ["process"])
 def test_no_acked_step_is_lost_and_none_is_half_there(tmp_path: Path, durability: str) -> None:
-    kill_rounds(tmp_path, 20, durability)
+    kill_rounds(tmp_path, 6, durability)
 
 
 @pytest.mark.slow

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import arrow_tq
+from tests.warm import WarmProcess
 
 WRITER = """
 import json, sys
@@ -53,11 +51,9 @@ while True:
 
 @pytest.mark.parametrize("acks", [5, 23])
 def test_a_tree_outlives_its_writer(tmp_path: Path, acks: int) -> None:
-    command = [sys.executable, "-c", WRITER, str(tmp_path / "store")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
+    with WarmProcess("-c", WRITER, str(tmp_path / "store")) as writer:
         notes = [json.loads(writer.stdout.readline()) for _ in range(acks)]
-        writer.send_signal(signal.SIGKILL)
+        writer.kill()
         notes += [json.loads(line) for line in writer.stdout.read().splitlines() if line.endswith("}")]
     assert not [note for note in notes if "error" in note]
     steps = {note["step"]: note for note in notes if "step" in note}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from tests.bundling import everything
 from tests.property.test_bundles import SLACK, bundles
 from tests.serving import Server
 from tests.unit.test_bundle_store import added_bytes
+from tests.warm import WarmProcess
 
 MIB = 1 << 20
 
@@ -128,14 +126,10 @@ sys.stdin.read()
         Server(tmp_path / "data", tmp_path / "memory", "--set", "orphan_ttl_s=0.5") as server,
         arrow_tq.connect(server.url) as store,
     ):
-        producer = subprocess.Popen(
-            [sys.executable, "-c", code, server.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert producer.stdout is not None
-        bundle_id = producer.stdout.readline().strip()
-        assert store.stats()["chunks"] >= 4
-        producer.send_signal(signal.SIGKILL)
-        producer.wait(30)
+        with WarmProcess("-c", code, server.url) as producer:
+            bundle_id = producer.stdout.readline().strip()
+            assert store.stats()["chunks"] >= 4
+            producer.kill()
         with pytest.raises(errors.NotFound):
             store.get_bundle(f"atq-bundle:default:{bundle_id}")
         until = time.monotonic() + 20

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,6 +15,7 @@ from arrow_tq.store import Engine, EngineConfig
 from arrow_tq.testing.scenes import fill as fill_rollouts, open_run, wait_until
 from arrow_tq_schemas.commands import FinalizeSession, OpenRun, OpenSession, StepCommit, TaskSpec
 from tests.serving import Server
+from tests.warm import WarmProcess
 
 BRANCHES = 50
 """Segments of one session: steps that each begin a tree of their own."""
@@ -48,16 +47,16 @@ class Claimers:
     """Processes that claim; those that are killed are replaced."""
 
     def __init__(self, url: str, task: str, limit: int, folder: Path) -> None:
-        self._command = [sys.executable, "-m", "tests.flight.claimer", url, task, str(limit), str(LEASE_S)]
+        self._command = ["-m", "tests.flight.claimer", url, task, str(limit), str(LEASE_S)]
         self._folder = folder
         self._folder.mkdir()
-        self.running: list[subprocess.Popen[bytes]] = []
+        self.running: list[WarmProcess] = []
         self._number = 0
 
     def start(self) -> None:
         self._number += 1
         journal = self._folder / f"{self._number}.txt"
-        process = subprocess.Popen([*self._command, str(journal)], cwd=Path(__file__).parents[2])
+        process = WarmProcess(*self._command, str(journal))
         self.running.append(process)
 
     def kill_one(self, chance: random.Random) -> bool:
@@ -133,7 +132,7 @@ def test_a_claimer_killed_while_it_waits_takes_nothing(tmp_path: Path) -> None:
     waiter = "import sys, arrow_tq; arrow_tq.connect(sys.argv[1]).run('demo').claim(9, wait_s=25)"
     with Server(tmp_path / "data", tmp_path / "memory") as server, arrow_tq.connect(server.url) as store:
         run = open_run(store)
-        process = subprocess.Popen([sys.executable, "-c", waiter, server.url])
+        process = WarmProcess("-c", waiter, server.url)
         wait_until(lambda: store.pressure().waiters == 1, 30)
         process.kill()
         process.wait(30)
@@ -143,8 +142,8 @@ def test_a_claimer_killed_while_it_waits_takes_nothing(tmp_path: Path) -> None:
         assert run.claim(9, wait_s=5).segment_ids == kept
 
 
-def test_four_claimers_of_two_thousand_segments_two_of_them_killed(tmp_path: Path) -> None:
-    claim_all(tmp_path, 2_000, 4, 8, kills=2)
+def test_four_claimers_of_eight_hundred_segments_two_of_them_killed(tmp_path: Path) -> None:
+    claim_all(tmp_path, 800, 4, 8, kills=2)
 
 
 @pytest.mark.slow

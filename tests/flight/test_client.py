@@ -24,6 +24,7 @@ from arrow_tq_schemas.commands import Claim, GetPressure, StepCommit
 from arrow_tq_schemas.spans import Span, to_spans
 from tests.flight import wire
 from tests.serving import Server
+from tests.warm import WarmProcess
 
 X = Field("x", "int64")
 
@@ -31,19 +32,11 @@ X = Field("x", "int64")
 @contextmanager
 def odd(name: str) -> Iterator[str]:
     """URL of a misbehaving server in a process of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.flight.odd_servers", name],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
+    with (
+        open(os.devnull, "wb") as nowhere,
+        WarmProcess("-m", "tests.flight.odd_servers", name, stderr=nowhere) as process,
+    ):
         yield f"grpc://127.0.0.1:{int(process.stdout.readline())}"
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @contextmanager
@@ -250,7 +243,7 @@ def test_streams_grow_old_and_idle(server: Server, new_name: Callable[[], str]) 
     with connected(server.url, stream_life_s=0.2, stream_idle_s=0.1) as backend:
         run = Store(backend).run(new_name(), fields=[X])
         session = run.session("s")
-        until = time.monotonic() + 1.2
+        until = time.monotonic() + 0.8
         steps = 0
         while time.monotonic() < until:
             with session.step() as step:
@@ -313,10 +306,9 @@ def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
 
 def test_puts_under_way_survive_a_restart(tmp_path: Path) -> None:
     """What a killed server had not acked is sent again to the one that follows it in time."""
-    options = {"retry_pause_s": 8.0}
     with Server(tmp_path / "data", tmp_path / "memory") as first:
         port = first.url.rpartition(":")[2]
-        backend = FlightBackend(first.url, options=ClientOptions(**options))
+        backend = FlightBackend(first.url, options=ClientOptions(retry_pause_s=3.0))
         run = Store(backend).run("r", fields=[X])
         chunks = [wire.make_chunk(X, "r", np.arange(200_000) + i, epoch=run.epoch) for i in range(60)]
         first.kill()

@@ -23,6 +23,7 @@ from arrow_tq.demo.consumer import compare
 from arrow_tq.demo.model import RecordedModel
 from arrow_tq.demo.rollouts import UNWRITTEN, Canvas, Rollout, RolloutPlan
 from arrow_tq.demo.show import run_demo
+from arrow_tq.testing.scenes import wait_until
 
 SMALL = RolloutPlan(prompts=1, samples=2, turns=2, prompt_tokens=300, result_tokens=120, answer_tokens=6)
 SHM = Path("/dev/shm")
@@ -46,7 +47,9 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     before = set(SHM.glob("arrow-tq-demo-*"))
     yield tmp_path
     assert left_behind(tmp_path) == []
-    assert set(SHM.glob("arrow-tq-demo-*")) <= before
+    # A demonstration of somebody else's may be among them: that one ends and takes its own along.
+    new = set(SHM.glob("arrow-tq-demo-*")) - before
+    wait_until(lambda: not any(path.exists() for path in new), 90)
 
 
 def demo(plan: RolloutPlan) -> tuple[int, str]:
@@ -64,19 +67,20 @@ def test_a_small_demonstration(scratch: Path) -> None:
         assert f"\n{line}" in text
 
 
-@pytest.mark.parametrize("field", ["tokens", "logprobs", "experts"])
-def test_one_wrong_bit_is_found(scratch: Path, monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+def test_one_wrong_bit_of_each_field_is_found(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Canvas.save
 
     def tampered(self: Canvas, path: Path, length: int) -> None:
-        getattr(self, field).reshape(-1).view(np.uint8)[0] ^= 1
+        for values in (self.tokens, self.logprobs, self.experts):
+            values.reshape(-1).view(np.uint8)[0] ^= 1
         honest(self, path, length)
 
     monkeypatch.setattr(Canvas, "save", tampered)
     code, text = demo(SMALL)
     assert code == 1
     assert "FAILED: the store gave back other values than the model produced" in text
-    assert text.count("1 values differ, from position 0") == 2
+    for field in ("token_ids", "logprobs", "routed_experts"):
+        assert text.count(f"{field}: 1 values differ, from position 0") == 2
 
 
 def command(*arguments: str) -> subprocess.Popen[str]:
@@ -89,7 +93,10 @@ def command(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_signal_cleans_up(scratch: Path, number: signal.Signals, code: int) -> None:
     with command("--prompts", "64") as process:
         assert process.stdout is not None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -27,18 +29,12 @@ from arrow_tq_schemas.spans import Span, to_spans
 from tests.flight import wire
 from tests.flight.test_gets import committed
 from tests.serving import Server
+from tests.warm import finished
 
 
 def serve_fails(*arguments: str, **environment: str) -> tuple[int, str]:
     """Exit code and standard error of a server that must not start."""
-    done = subprocess.run(
-        [sys.executable, "-m", "arrow_tq_server", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-        env={**os.environ, **environment},
-    )
+    done = finished("-m", "arrow_tq_server", *arguments, env={**os.environ, **environment})
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr
@@ -62,7 +58,8 @@ def few_open_files(limit: int) -> Iterator[int]:
 
 
 def test_it_says_where_it_serves_and_leaves_no_note(tmp_path: Path) -> None:
-    with few_open_files(512) as hard, Server(tmp_path / "data", tmp_path / "memory") as server:
+    folders = (tmp_path / "data", tmp_path / "memory")
+    with few_open_files(512) as hard, Server(*folders, start="cold") as server:
         assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (hard, hard)
         note = json.loads((tmp_path / "data" / "server.json").read_text())
         assert note == {"url": server.url, "http_url": server.http_url, "pid": server.pid}
@@ -73,6 +70,21 @@ def test_it_says_where_it_serves_and_leaves_no_note(tmp_path: Path) -> None:
     log = [json.loads(line) for line in server.log.read_text().splitlines()]
     assert log[-1]["event"] == "stopped" and log[-1]["exit_code"] == 0
     assert {"limit": hard, "before": 512}.items() <= log[0].items()
+
+
+def test_a_signal_that_another_thread_takes_stops_it_too(tmp_path: Path) -> None:
+    """The kernel gives a process's signal to whichever thread it likes, where the main one is busy."""
+    with Server(tmp_path / "data", tmp_path / "memory") as server:
+        threads = Path(f"/proc/{server.pid}/task").iterdir()
+        taking = [int(one.name) for one in threads if not blocks(one, signal.SIGTERM)]
+        other = next(one for one in taking if one != server.pid)
+        assert ctypes.CDLL(None).tgkill(server.pid, other, signal.SIGTERM) == 0
+        assert server.process.wait(20) == 0
+
+
+def blocks(thread: Path, number: int) -> bool:
+    (mask,) = re.findall(r"SigBlk:\s*(\w+)", (thread / "status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def test_a_second_server_names_the_first(server: Server, tmp_path: Path) -> None:

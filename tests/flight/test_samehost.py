@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +23,7 @@ from arrow_tq.testing.scenes import wait_until
 from arrow_tq_schemas.receipts import Receipt
 from arrow_tq_schemas.spans import to_spans
 from tests.serving import Server
+from tests.warm import WarmProcess
 
 EXPERTS = fields.routed_experts(4, 2, 256)
 FIELDS = [fields.token_ids(), EXPERTS]
@@ -268,22 +265,17 @@ def test_released_bytes_count_until_nobody_maps_them(own: Server) -> None:
         run = store.run("r", fields=FIELDS)
         receipt = write(run, "s", 5)
         (rows,) = read(run, receipt)
-        command = [sys.executable, "-c", CLIENT, own.url, receipt.to_json()]
-        client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert client.stdout is not None and client.stdin is not None
-        assert client.stdout.readline() == "mapped\n"
-        run.discard(["s"], reason="test")
-        # A live extent without chunks is sealed when it was idle for 15 s; then it waits for the views.
-        wait_until(lambda: store.stats()["zombie_bytes"] > 0, 40)
-        both = store.stats()["zombie_bytes"]
-        assert np.array_equal(rows.values, experts(5))
-        del rows
-        time.sleep(2.5)
-        assert store.stats()["zombie_bytes"] == both > 0
-        os.kill(client.pid, signal.SIGKILL)
-        client.wait()
-        client.stdin.close()
-        client.stdout.close()
+        with WarmProcess("-c", CLIENT, own.url, receipt.to_json()) as client:
+            assert client.stdout.readline() == "mapped\n"
+            run.discard(["s"], reason="test")
+            # A live extent without chunks is sealed when it was idle for 15 s; then it waits for the views.
+            wait_until(lambda: store.stats()["zombie_bytes"] > 0, 40)
+            both = store.stats()["zombie_bytes"]
+            assert np.array_equal(rows.values, experts(5))
+            del rows
+            time.sleep(2.5)
+            assert store.stats()["zombie_bytes"] == both > 0
+            client.kill()
         wait_until(lambda: store.stats()["zombie_bytes"] == 0, 20)
 
 

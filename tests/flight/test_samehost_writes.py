@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from arrow_tq.runs import Run
 from arrow_tq.testing.scenes import wait_until
 from arrow_tq_schemas.spans import to_spans
 from tests.serving import Server
+from tests.warm import WarmProcess
 
 EXPERTS = fields.routed_experts(4, 2, 200)
 GROUPED = Field(
@@ -232,8 +231,8 @@ def test_a_client_dies_with_chunks_unadopted(tmp_path: Path) -> None:
     with own, arrow_tq.connect(own.url) as store:
         run = store.run("r", fields=FIELDS)
         write(run, "s", experts(100))
-        done = subprocess.run([sys.executable, "-c", CLIENT, own.url], env=os.environ, timeout=60)
-        assert done.returncode == -signal.SIGKILL
+        with WarmProcess("-c", CLIENT, own.url) as client:
+            assert client.wait(60) == -signal.SIGKILL
         assert store.stats()["chunks"] == 3, "of the dead client's five chunks the one that was adopted"
         own.kill()
     with Server(tmp_path / "data", tmp_path / "memory") as again, arrow_tq.connect(again.url) as store:

@@ -13,6 +13,7 @@ from arrow_tq.adapters import EngineOutput, Policy, RowRule, sglang, vllm
 from arrow_tq_schemas.errors import ArrowTQError
 from arrow_tq_schemas.presets import indexer_topk, logprobs, routed_experts, token_ids
 from tests import engine_responses as engine
+from tests.drawing import drawn
 
 PROMPT, COMPLETION = 3, 4
 ROWS = engine.routing(PROMPT + COMPLETION - 1, 2, 2, 16)
@@ -123,7 +124,7 @@ def test_the_undamaged_ones_decode() -> None:
         np.testing.assert_array_equal(output.routed_experts.values, ROWS)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=drawn(1500), deadline=None)
 @given(case=damaged(), rule=st.sampled_from(RowRule), start=st.integers(0, PROMPT))
 def test_only_our_errors_escape(
     case: tuple[Callable[[Any, Policy, int], EngineOutput], Any], rule: RowRule, start: int

@@ -14,6 +14,7 @@ from arrow_tq import errors
 from arrow_tq.bundles import Structure
 from arrow_tq.testing.bundles import same
 from tests.bundling import Memory
+from tests.drawing import drawn
 
 DTYPES = (
     *("int8", "uint8", "int16", "<i4", ">i4", "int64", "uint64", "float16", "float32", ">f8", "float64"),
@@ -190,7 +191,7 @@ def test_generated_dicts(value: Any, chunk_bytes: int, span_bytes: int | None, r
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None, suppress_health_check=SLACK)
+@settings(max_examples=drawn(2000), deadline=None, suppress_health_check=SLACK)
 @given(*CASES)
 def test_two_thousand_generated_dicts(
     value: Any, chunk_bytes: int, span_bytes: int | None, rows: list[int]

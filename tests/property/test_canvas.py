@@ -16,6 +16,7 @@ import arrow_tq
 from arrow_tq import Field, errors, fields
 from arrow_tq.interface import Store
 from arrow_tq.runs import Run
+from tests.drawing import drawn
 
 TOKENS_MAX = 40
 FIELDS = [
@@ -88,7 +89,7 @@ def chains(draw: st.DrawFn) -> list[Puts]:
     return steps
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=drawn(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chains(), st.integers(0, 2**32 - 1))
 def test_fetch_equals_the_canvas(run: Run, steps: list[Puts], seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -15,6 +15,7 @@ from arrow_tq.store.compose import ComposedSegment, TreeStep, compose
 from arrow_tq_schemas import ChunkId, Field, Receipt, StoredChunk
 from arrow_tq_schemas.manifests import Manifest, ranges
 from arrow_tq_schemas.spans import Span, Spans, chunk_ids, from_spans, to_spans
+from tests.drawing import drawn
 
 LENGTH = 48
 FIELDS = (
@@ -225,7 +226,7 @@ def owned_of(manifest: Manifest) -> list[int]:
     return [(high << 64) | low for high, low in manifest.owned.tolist()]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=drawn(400), deadline=None)
 @given(trees(), st.sampled_from(["lineage", "timeline"]))
 def test_segments_equal_the_plain_canvas(steps: list[TreeStep], view: str) -> None:
     segments = compose(steps, FIELDS, lambda index: f"s~{index}", view)
@@ -305,7 +306,7 @@ def piles(draw: st.DrawFn) -> Spans:
     return to_spans(spans)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=drawn(400), deadline=None)
 @given(piles(), st.sampled_from(["last", "first"]))
 def test_overlay_equals_painting(pile: Spans, policy: str) -> None:
     cells: list[Cell | None] = [None] * LENGTH

@@ -12,6 +12,7 @@ from arrow_tq.producer.encode import Encoded, encode
 from arrow_tq_schemas import Field, IdFactory, Receipt, dtypes
 from arrow_tq_schemas.chunks import Chunk, from_array, verify
 from arrow_tq_schemas.errors import ValueOutOfRange
+from tests.drawing import drawn
 
 IDS = IdFactory()
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -77,7 +78,7 @@ def bits(array: np.ndarray) -> list[int]:
     return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))).view(np.uint8).tolist()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=drawn(300), deadline=None)
 @given(
     st.data(), st.sampled_from((*INTEGERS, *FLOATS, "bool")), items, st.integers(1, 200), st.integers(0, 99)
 )
@@ -142,7 +143,7 @@ def same_sign(code: int, other: int) -> bool:
     return 0 <= code <= 0xFFFF and (code ^ other) & 0x8000 == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=drawn(300), deadline=None)
 @given(st.data(), st.sampled_from(INTEGERS), st.sampled_from(INTEGERS), items, st.integers(1, 200))
 def test_integers_fit_or_are_named(
     data: st.DataObject, source: str, dtype: str, item: tuple[int, ...], chunk_bytes: int
@@ -162,7 +163,7 @@ def test_integers_fit_or_are_named(
     assert caught.value.details == {"field": "x", "value": str(value), "position": 100 + row, "index": index}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=drawn(300), deadline=None)
 @given(st.data(), st.sampled_from([("int8", 4), ("int16", 300), ("int32", 4), ("int64", 70_000)]))
 def test_experts_in_groups_with_whole_and_broken_rows(data: st.DataObject, source: tuple[str, int]) -> None:
     dtype, num_experts = source

@@ -15,6 +15,7 @@ from arrow_tq import Field, errors, fields
 from arrow_tq.recorder import Recorder, Request
 from arrow_tq.runs import Run
 from arrow_tq_schemas.receipts import Receipt
+from tests.drawing import drawn
 
 ROUTED = fields.routed_experts(layer_ids=[0, 2, 5], topk=2, num_experts=300, layer_groups=[[0], [2, 5]])
 FIELDS = [
@@ -69,7 +70,7 @@ def make(field: Field, rows: int, chance: np.random.Generator) -> tuple[np.ndarr
     return shown, shown, nulls
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=drawn(60), deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_recorded_rows_equal_the_canvas(run: Run, data: st.DataObject, seed: int) -> None:
     chance = np.random.default_rng(seed)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from arrow_tq.sql import SqlLimits, SqlService
 from arrow_tq.testing.metadata import MemoryMetadata
+from tests.drawing import drawn
 
 Source = tuple[MemoryMetadata, SqlService]
 RUNS = ("a", "b")
@@ -49,7 +50,7 @@ def shown(value: object, kind: str) -> object:
     return ("json", value)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=drawn(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(writes, min_size=1, max_size=4))
 def test_answers_are_never_stale(store: Source, rounds: list[list[tuple[str, int, object]]]) -> None:
     source, service = store

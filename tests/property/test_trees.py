@@ -22,6 +22,7 @@ from arrow_tq.runs import Run
 from arrow_tq.trainer.batch import Batch
 from arrow_tq_schemas.commands import GetSegments
 from arrow_tq_schemas.manifests import Manifest
+from tests.drawing import drawn
 
 TOKENS_MAX = 24
 FIELDS = [
@@ -203,7 +204,7 @@ def timeline(live: list[Step]) -> list[Segment]:
     return found
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=drawn(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), st.integers(0, 2**32 - 1))
 def test_every_path_equals_its_arrays(store: Store, data: st.DataObject, seed: int) -> None:
     run = store.run("trees", fields=FIELDS)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 from arrow_tq.store.where import Column, compile_order_by, compile_where
+from tests.drawing import drawn
 
 LETTERS = "aAbBé%_*?[]^-!😀 "
 COLUMNS = {
@@ -152,7 +153,7 @@ def in_duckdb(duck: duckdb.DuckDBPyConnection, data: list[Row], clause: str) -> 
         return None  # an overflow, of which the module says that it is no error here
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=drawn(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=rows, text=conditions)
 def test_where_selects_what_duckdb_selects(
     duck: duckdb.DuckDBPyConnection, data: list[Row], text: str
@@ -186,7 +187,7 @@ orders = st.lists(
 ).map(", ".join)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=drawn(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=rows, text=orders)
 def test_order_by_orders_as_duckdb_does(duck: duckdb.DuckDBPyConnection, data: list[Row], text: str) -> None:
     expected = in_duckdb(duck, data, f"ORDER BY {text}, id")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 import httpx
+
+from tests.warm import WarmProcess
 
 ROOT = Path(__file__).parents[2]
 STOP_S = 30.0
@@ -19,24 +19,16 @@ STOP_S = 30.0
 class Process:
     """A process that says where it is on its first line. Killed at the end if it still runs."""
 
-    def __init__(self, log: Path, arguments: list[str], env: dict[str, str] | None = None) -> None:
+    def __init__(self, log: Path, *command: str, imports: Sequence[str]) -> None:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, *arguments],
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                cwd=ROOT,
-                env={**os.environ, **(env or {})},
-            )
-        assert self.process.stdout is not None
+            self.process = WarmProcess(*command, stderr=errors, imports=imports)
         line = self.process.stdout.readline()
         words = [word for word in line.split() if word.startswith("http://")]
         if not words:
             self.process.wait(STOP_S)
-            raise AssertionError(f"{arguments} did not start: {line!r} {log.read_text()[-2000:]}")
+            raise AssertionError(f"{command} did not start: {line!r} {log.read_text()[-2000:]}")
         self.url = words[0]
 
     @property
@@ -59,10 +51,7 @@ class Process:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.process.poll() is None:
-            self.kill()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        self.process.close()
 
 
 def wait_until_ready(proxy_url: str) -> None:
@@ -78,10 +67,18 @@ def wait_until_ready(proxy_url: str) -> None:
 
 
 def upstream(log: Path, *arguments: str) -> Process:
-    return Process(log, ["-m", "tests.proxy.upstream", *arguments])
+    return Process(log, "-m", "tests.proxy.upstream", *arguments, imports=["tests.proxy.upstream_engine"])
 
 
 def proxy(log: Path, upstream_url: str, store: str, run: str, *arguments: str, port: int = 0) -> Process:
     """``arrow-tq proxy``; ``arguments`` are further flags."""
     where = ["--upstream", upstream_url, "--store", store, "--run", run, "--port", str(port)]
-    return Process(log, ["-m", "arrow_tq.cli", "proxy", *where, *arguments])
+    return Process(
+        log,
+        "-m",
+        "arrow_tq.cli",
+        "proxy",
+        *where,
+        *arguments,
+        imports=["arrow_tq.cli.main", "arrow_tq.proxy.main"],
+    )

@@ -22,6 +22,10 @@ from arrow_tq.cli.main import app
 from arrow_tq.cli.text import clip, printable, quote, size
 from arrow_tq.testing.scenes import fill, open_run
 from arrow_tq_schemas.errors import InvalidInput
+from tests.warm import WarmProcess, finished
+
+CLI = ("arrow_tq.cli.main",)
+"""What every command imports."""
 
 CHAT = {
     "session_id": "s-1",
@@ -38,15 +42,8 @@ CHAT = {
 
 def run(*arguments: object, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ARROW_TQ_")}
-    return subprocess.run(
-        [sys.executable, "-m", "arrow_tq.cli", *map(str, arguments)],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**clean, "COLUMNS": "100", **environment},
-        check=False,
-    )
+    command = ("-m", "arrow_tq.cli", *map(str, arguments))
+    return finished(*command, text=text, env={**clean, "COLUMNS": "100", **environment}, imports=CLI)
 
 
 def failed(done: subprocess.CompletedProcess[str], code: str) -> str:
@@ -164,11 +161,9 @@ def test_a_fault_of_ours_is_one_line_too(place: Path) -> None:
         "arrow_tq.open = broken\n"
         "from arrow_tq.cli.main import main\nmain()"
     )
-    command = [sys.executable, "-c", code, str(place)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = finished("-c", code, str(place), imports=CLI)
     assert failed(done, "internal") == "error [internal]: RuntimeError: a b (ARROW_TQ_DEBUG=1 shows where)\n"
-    debug = {**os.environ, "ARROW_TQ_DEBUG": "1"}
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, env=debug, check=False)
+    shown = finished("-c", code, str(place), env={**os.environ, "ARROW_TQ_DEBUG": "1"}, imports=CLI)
     assert "Traceback" in shown.stderr
 
 
@@ -255,8 +250,8 @@ def test_stats(place: Path) -> None:
 def test_a_folder_that_a_server_holds_is_reached_through_it(tmp_path: Path) -> None:
     data = tmp_path / "data"
     where = ["--data-dir", str(data), "--memory-dir", str(tmp_path / "memory")]
-    command = [sys.executable, "-m", "arrow_tq.cli", "serve", *where, "--port", "0", "--http-port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    command = ["-m", "arrow_tq.cli", "serve", *where, "--port", "0", "--http-port", "0"]
+    with WarmProcess(*command, imports=CLI) as server:
         try:
             until = time.monotonic() + 30
             while not (data / "server.json").exists():

@@ -374,8 +374,9 @@ def test_the_manifest_of_a_trajectory_of_gigabytes_is_a_few_kilobytes(
     assert len(segment.manifest.encode()) < 8 << 10, "with one chunk a 10 MB, whatever its groups"
 
 
-def test_a_million_spans_are_composed_within_a_second() -> None:
-    turns, chunks_a_turn, first_id = 100, 10_000, chunk_id(0).value
+@pytest.mark.parametrize("turns", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_million_spans_are_composed_within_a_second(turns: int) -> None:
+    chunks_a_turn, first_id = 10_000, chunk_id(0).value
     Stored = namedtuple("Stored", "id start rows valid")
     steps = []
     for turn in range(turns):
@@ -391,5 +392,5 @@ def test_a_million_spans_are_composed_within_a_second() -> None:
     begun = time.process_time()
     (segment,) = segments(*steps, fields=(TOKENS,))
     took_s = time.process_time() - begun
-    assert len(segment.manifest.spans["token_ids"]) == 1_000_000
-    assert took_s < 3.0, "the target is 1 s; a loaded machine may take longer"
+    assert len(segment.manifest.spans["token_ids"]) == turns * chunks_a_turn
+    assert took_s < 0.03 * turns, "the target is 1 s for a million; a loaded machine may take longer"
