@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 import arrow_tq
@@ -58,6 +59,7 @@ __all__ = ["OPEN", "Doors", "connect", "read_segments", "start", "stop"]
 NAME = "store"
 ASK_S = 30.0
 STOP_S = 60.0
+UNDO_S = 10.0
 POLL_S = 0.1
 
 
@@ -88,7 +90,7 @@ def start(
         doors: who may come in: ``Doors(...)``, or ``OPEN`` for everybody who can connect.
         name: of this store in the Ray cluster.
         shards_per_node: shards on each node.
-        nodes: nodes that get shards; None: all that are alive.
+        nodes: nodes that get shards; None: all that have CPUs for them.
         cpus_per_shard: what Ray reserves for each of them.
         memory_root: directory in memory on every node; None: the servers' own choice.
         settings: further settings of the servers (``docs/configuration.md``), by name.
@@ -122,32 +124,27 @@ def start(
         {**{one: str(value) for one, value in (settings or {}).items()}, **doors.settings()},
         token=token,
     )
-    alive = wait_nodes(nodes, until)
+    node_cpus = cpus_per_shard * shards_per_node
+    alive = wait_nodes(nodes, node_cpus, until)
     here = str(ray.get_runtime_context().get_node_id())
     found = survey(root, alive)
     _check_catalog(found, alive, here)
     try:
-        place = NodeAffinitySchedulingStrategy(here, soft=False)
-        catalog = start_actor(catalog_name(name), plan, place, 0.0)
+        catalog = start_actor(catalog_name(name), plan, NodeAffinitySchedulingStrategy(here, soft=False), 0.0)
     except ValueError:
         raise _runs_already(name) from None
     try:
         url = answer(catalog, until, f"the catalog of store {name!r}")
         with contextlib.closing(FlightBackend(url, token, tls=tls or doors.tls())) as backend:
-            known = [one.number for one in ask(backend, GetCluster(), ClusterMap).shards]
-            check_known(found, known, missing)
-            seats = _seats(root, found, alive, len(alive) if nodes is None else nodes, shards_per_node)
-            group = reserve(name, seats, cpus_per_shard * shards_per_node, len(alive), until)
-            shards: list[ActorHandle] = []
-            for bundle, one in enumerate(seats):
-                place = PlacementGroupSchedulingStrategy(group, bundle)
-                for folder in one.shards:
-                    mine = plan.of_shard(folder.label, folder.identity, url)
-                    shards.append(start_actor(shard_name(name, len(shards)), mine, place, cpus_per_shard))
-            urls = {answer(actor, until, f"a shard of store {name!r}") for actor in shards}
+            check_known(found, [one.number for one in ask(backend, GetCluster(), ClusterMap).shards], missing)
+            room = [node for node in alive if node.cpus >= node_cpus]
+            seats = _seats(root, found, alive, room, len(room) if nodes is None else nodes, shards_per_node)
+            group = reserve(name, seats, node_cpus, len(alive), until)
+            urls = _start_shards(name, plan, url, seats, group, cpus_per_shard, until)
             _wait_up(backend, urls, until)
     except BaseException:
-        stop(name=name, timeout_s=0.0)
+        # Directories have to be free when this raises; an actor that never came up does not answer.
+        stop(name=name, timeout_s=UNDO_S)
         raise
     return url
 
@@ -243,12 +240,33 @@ def _check_catalog(found: Found, alive: Sequence[Node], here: str) -> None:
         raise Conflict(f"this store's catalog is on {where}: start it from a process there")
 
 
-def _seats(root: str, found: Found, alive: Sequence[Node], count: int, places: int) -> list[Seat]:
-    """Who serves which directory, those of new shards among them."""
-    if make_missing(root, seat(found.shards, alive, count, places), places):
+def _seats(
+    root: str, found: Found, alive: Sequence[Node], room: Sequence[Node], count: int, places: int
+) -> list[Seat]:
+    """Who of ``room`` serves which directory, those of new shards among them."""
+    if make_missing(root, seat(found.shards, alive, room, count, places), places):
         # Only a look says which nodes see the new ones.
         found = survey(root, alive)
-    return seat(found.shards, alive, count, places)
+    return seat(found.shards, alive, room, count, places)
+
+
+def _start_shards(
+    name: str,
+    plan: ServerPlan,
+    url: str,
+    seats: Sequence[Seat],
+    group: PlacementGroup,
+    cpus: float,
+    until: float,
+) -> set[str]:
+    """Start an actor for each directory; gives their servers' URLs."""
+    actors: list[ActorHandle] = []
+    for bundle, one in enumerate(seats):
+        place = PlacementGroupSchedulingStrategy(group, bundle)
+        for folder in one.shards:
+            mine = plan.of_shard(folder.label, folder.identity, url)
+            actors.append(start_actor(shard_name(name, len(actors)), mine, place, cpus))
+    return {answer(actor, until, f"a shard of store {name!r}") for actor in actors}
 
 
 def _url(name: str) -> str:

@@ -33,10 +33,11 @@ Missing = Literal["refuse", "leave"]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that is alive: Ray's id for it, which is new whenever it starts, and its address."""
+    """A node that is alive: Ray's id for it, new whenever it starts, its address, and all its CPUs."""
 
     id: str
     address: str
+    cpus: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +78,23 @@ def on_node(path: str) -> Path:
     return Path(found)
 
 
-def wait_nodes(count: int | None, until: float) -> list[Node]:
-    """The nodes that are alive; returns when there are so many.
+def wait_nodes(count: int | None, cpus: float, until: float) -> list[Node]:
+    """All nodes that are alive; returns when so many of them (None: any) have the CPUs.
 
     Raises:
         Unavailable: there were not, in time.
     """
     while True:
-        nodes = [Node(one["NodeID"], one["NodeManagerAddress"]) for one in ray.nodes() if one["Alive"]]
-        if count is None or len(nodes) >= count:
+        nodes = [
+            Node(one["NodeID"], one["NodeManagerAddress"], one["Resources"].get("CPU", 0.0))
+            for one in ray.nodes()
+            if one["Alive"]
+        ]
+        room = sum(node.cpus >= cpus for node in nodes)
+        if room >= (count or 1):
             return sorted(nodes, key=lambda one: one.address)
         if time.monotonic() >= until:
-            raise Unavailable(f"Ray finds no {count} nodes: {len(nodes)} are alive")
+            raise Unavailable(f"Ray finds no {count or 1} nodes with {cpus:g} CPUs: there are {room}")
         time.sleep(POLL_S)
 
 
@@ -101,26 +107,27 @@ def survey(root: str, nodes: Sequence[Node]) -> Found:
             seen.setdefault(label, set()).add(node.id)
         if has_catalog:
             catalogs.add(node.id)
-    return Found(
-        tuple(ShardFolder(*key, frozenset(by)) for key, by in sorted(seen.items())), frozenset(catalogs)
-    )
+    shards = [ShardFolder(*key, frozenset(by)) for key, by in seen.items()]
+    return Found(tuple(sorted(shards, key=lambda one: one.label)), frozenset(catalogs))
 
 
-def seat(shards: Iterable[ShardFolder], nodes: Sequence[Node], count: int, places: int) -> list[Seat]:
-    """Give each directory to a node that sees it: on ``count`` of the nodes, ``places`` on each at most.
+def seat(
+    shards: Iterable[ShardFolder], alive: Sequence[Node], room: Sequence[Node], count: int, places: int
+) -> list[Seat]:
+    """Give each directory to a node that sees it: ``count`` of those with room, ``places`` on each.
 
     Raises:
         Conflict: a directory has no place, naming its shard and where it is.
     """
     ordered = sorted(shards, key=lambda one: len(one.seen_by))
     # Nodes with directories that others do not see come first.
-    own = {node.id: sum(one.seen_by == {node.id} for one in ordered) for node in nodes}
-    chosen = sorted(nodes, key=lambda node: -own[node.id])[:count]
+    own = {node.id: sum(one.seen_by == {node.id} for one in ordered) for node in room}
+    chosen = sorted(room, key=lambda node: -own[node.id])[:count]
     seated: dict[str, list[ShardFolder]] = {node.id: [] for node in chosen}
     for shard in ordered:
         free = [ids for ids in seated if ids in shard.seen_by and len(seated[ids]) < places]
         if not free:
-            where = ", ".join(node.address for node in nodes if node.id in shard.seen_by)
+            where = ", ".join(node.address for node in alive if node.id in shard.seen_by)
             raise Conflict(
                 f"{_called(shard)}: its directory {shard.label!r} is on {where}, where no place is left: "
                 f"the store is started on {count} nodes with {places} shards each",

@@ -169,7 +169,7 @@ def write_and_read(name: str, token: str, tls: Tls | None) -> None:
     ray.get(write.remote(), timeout=60)
     with on_ray.connect(name, token, tls=tls) as store:
         table = store.run("r").table(["s"], fields=["token_ids"])
-        np.testing.assert_array_equal(table["token_ids"].to_numpy(), TOKENS)
+        np.testing.assert_array_equal(table["token_ids"][0].as_py(), TOKENS)
     rows = on_ray.read_segments("r", "token_ids", name=name, token=token, tls=tls).take_all()
     got = [row["token_ids"] for row in sorted(rows, key=lambda row: int(row["position"]))]
     np.testing.assert_array_equal(got, TOKENS)

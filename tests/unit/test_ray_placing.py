@@ -16,7 +16,7 @@ pytest.importorskip("ray", reason="needs the extra ray")
 from arrow_tq.adapters.ray_doors import OPEN, Doors
 from arrow_tq.adapters.ray_placing import Found, Node, Seat, ShardFolder, check_known, on_node, seat
 
-A, B, C = (Node(name, f"10.0.0.{index}") for index, name in enumerate("abc", start=1))
+A, B, C = (Node(name, f"10.0.0.{index}", 4.0) for index, name in enumerate("abc", start=1))
 NODES = [A, B, C]
 
 
@@ -32,17 +32,19 @@ def test_every_directory_is_served_where_it_is() -> None:
     for nodes in permutations(NODES):
         shards = [folder(number, node) for number, node in enumerate(nodes, start=1)]
         for order in permutations(shards):
-            assert seated(seat(order, NODES, 3, 1)) == {
+            assert seated(seat(order, NODES, NODES, 3, 1)) == {
                 node.id: [number] for number, node in enumerate(nodes, start=1)
             }
 
 
 def test_shared_directories_fill_what_local_ones_leave() -> None:
     shards = [folder(1, *NODES), folder(2, *NODES), folder(3, B)]
-    assert seated(seat(shards, NODES, 3, 1))["b"] == [3]
-    assert sum(len(one.shards) for one in seat(shards, NODES, 3, 1)) == 3
+    assert seated(seat(shards, NODES, NODES, 3, 1))["b"] == [3]
+    assert sum(len(one.shards) for one in seat(shards, NODES, NODES, 3, 1)) == 3
     # Spread, not heaped.
-    assert [len(one.shards) for one in seat([folder(n, *NODES) for n in range(1, 7)], NODES, 3, 4)] == [
+    assert [
+        len(one.shards) for one in seat([folder(n, *NODES) for n in range(1, 7)], NODES, NODES, 3, 4)
+    ] == [
         2,
         2,
         2,
@@ -50,15 +52,18 @@ def test_shared_directories_fill_what_local_ones_leave() -> None:
 
 
 def test_nodes_with_directories_of_their_own_come_first() -> None:
-    assert seated(seat([folder(1, C)], NODES, 1, 1)) == {"c": [1]}
-    assert seated(seat([folder(1, C), folder(2, B)], NODES, 2, 1)) == {"b": [2], "c": [1]}
+    assert seated(seat([folder(1, C)], NODES, NODES, 1, 1)) == {"c": [1]}
+    assert seated(seat([folder(1, C), folder(2, B)], NODES, NODES, 2, 1)) == {"b": [2], "c": [1]}
 
 
 def test_a_directory_without_a_place_is_refused() -> None:
+    with pytest.raises(Conflict, match=r"shard 1: .* on 10\.0\.0\.1, where no place"):
+        # That node has no CPUs for it.
+        seat([folder(1, A)], NODES, [B, C], 2, 1)
     with pytest.raises(Conflict, match=r"shard 2: its directory 'shard-2' is on 10\.0\.0\.1, where no place"):
-        seat([folder(1, A), folder(2, A)], NODES, 3, 1)
+        seat([folder(1, A), folder(2, A)], NODES, NODES, 3, 1)
     with pytest.raises(Conflict, match="a shard that never joined"):
-        seat([folder(1, A), folder(2, B), folder(None, C)], NODES, 2, 1)
+        seat([folder(1, A), folder(2, B), folder(None, C)], NODES, NODES, 2, 1)
 
 
 def test_directories_and_catalog_have_to_know_each_other() -> None:
