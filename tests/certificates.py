@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +32,12 @@ class Authority:
     def cert(self) -> Path:
         return self.pair.cert
 
-    def issue(self, name: str, days: int = 30) -> Pair:
-        """A certificate for 127.0.0.1 and localhost; with ``days=-1`` one that has expired."""
+    def issue(self, name: str, days: int = 30, addresses: Sequence[str] = ("127.0.0.1",)) -> Pair:
+        """A certificate for addresses and localhost; with ``days=-1`` one that has expired."""
         made = Pair(self._folder / f"{name}.pem", self._folder / f"{name}.key")
         request, extensions = self._folder / f"{name}.csr", self._folder / f"{name}.ext"
-        extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+        names = ",".join(["DNS:localhost", *(f"IP:{one}" for one in addresses)])
+        extensions.write_text(f"subjectAltName={names}\n")
         _openssl(
             *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
             *("-keyout", made.key, "-out", request, "-subj", f"/CN={name}"),

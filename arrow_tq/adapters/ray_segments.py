@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field as slot
 
 import pyarrow as pa
 from ray.data import Datasource, ReadTask
@@ -33,7 +33,7 @@ class SegmentsWanted:
     view: View
     group: int
     layers: tuple[int, ...] | None
-    token: str | None
+    token: str | None = slot(repr=False)
     tls: Tls | None
 
     def connection(self, url: str) -> Connection:

@@ -13,46 +13,20 @@ import pytest
 
 import arrow_tq
 from arrow_tq import errors, fields
-from arrow_tq.calls import ask
 from arrow_tq.interface import Store
 from arrow_tq.runs import Run
 from arrow_tq.testing.scenes import wait_until
-from arrow_tq_schemas.cluster import ClusterMap, GetCluster
-from tests.cluster.rays import NODE, ray_nodes
+from tests.cluster.rays import NODE, actors, alive, cluster_map, ray_nodes, up
 from tests.cluster.test_cluster_faults import Load, check_acked, check_session, spread_session, tokens_of
 
 LAYERS, TOPK, TURN = 2, 2, 8
-SETTINGS = {"lease_s": 2.0, "drain_s": 3.0, "insecure": True}
-"""Nodes have the machine's own address, and no tokens here."""
+SETTINGS = {"lease_s": 2.0, "drain_s": 3.0}
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Any]:
     with ray_nodes(3) as cluster:
         yield cluster
-
-
-def cluster_map(store: Store) -> ClusterMap:
-    return ask(store._backend, GetCluster(), ClusterMap)
-
-
-def up(store: Store) -> list[int]:
-    return [one.number for one in cluster_map(store).shards if one.up]
-
-
-def actors(name: str, count: int) -> dict[int, Any]:
-    """Actor of each shard by its index."""
-    import ray
-
-    return {index: ray.get_actor(f"{name}.shard-{index}", namespace="arrow-tq") for index in range(count)}
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.mark.slow
@@ -68,7 +42,9 @@ def test_a_store_on_three_nodes(nodes: Any, tmp_path: Path) -> None:
 
     whole_life(tmp_path, 3)
     with pytest.raises(errors.Unavailable, match="finds no 9 nodes"):
-        on_ray.start(tmp_path / "data", name="large", nodes=9, settings=SETTINGS, ready_s=20)
+        on_ray.start(tmp_path / "data", doors=on_ray.OPEN, name="large", nodes=9, ready_s=2)
+    with pytest.raises(errors.Unavailable, match="finds no 1 nodes with 9 CPUs"):
+        on_ray.start(tmp_path / "data", doors=on_ray.OPEN, name="large", cpus_per_shard=9, ready_s=2)
     with pytest.raises(errors.NotFound):
         on_ray.connect("large")
 
@@ -81,7 +57,11 @@ def whole_life(tmp_path: Path, count: int) -> None:
 
     with pytest.raises(errors.NotFound, match="no store 'first'"):
         on_ray.connect("first")
-    folders = {"data_root": tmp_path / "data", "memory_root": tmp_path / "memory"}
+    folders: Any = {
+        "data_root": tmp_path / "data",
+        "memory_root": tmp_path / "memory",
+        "doors": on_ray.OPEN,
+    }
     url = on_ray.start(**folders, name="first", settings=SETTINGS, cpus_per_shard=0.5)
     with pytest.raises(errors.Conflict, match="runs on this Ray cluster already"):
         on_ray.start(**folders, name="first")
@@ -105,6 +85,7 @@ def whole_life(tmp_path: Path, count: int) -> None:
     with on_ray.connect("first") as store:
         assert store.run("r").sql("SELECT DISTINCT shard FROM chunks").num_rows == count
         dataset = on_ray.read_segments("r", "token_ids", name="first")
+        assert read_tasks(url, "r", "token_ids") == count, "each shard is read by a task of its own"
         rows = dataset.materialize()
         assert rows.num_blocks() == count
         found: dict[str, list[tuple[int, int]]] = {}
@@ -113,6 +94,8 @@ def whole_life(tmp_path: Path, count: int) -> None:
         for index in range(6):
             got = [token for _, token in sorted(found[f"s{index}~0"])]
             np.testing.assert_array_equal(got, tokens_of(f"s{index}", 0))
+        none = on_ray.read_segments("r", "token_ids", where="reward > 1e9", name="first")
+        assert none.take_all() == []
         some = on_ray.read_segments("r", "routed_experts", segment_ids=["s4~0"], name="first", layers=[1])
         (batch,) = some.iter_batches(batch_size=None)
         np.testing.assert_array_equal(
@@ -127,6 +110,16 @@ def whole_life(tmp_path: Path, count: int) -> None:
         arrow_tq.connect(url, options=arrow_tq.client.ClientOptions(connect_s=1.0))
     with pytest.raises(errors.NotFound):
         on_ray.connect("first")
+
+
+def read_tasks(url: str, run: str, field: str) -> int:
+    """How many tasks Ray Data would run, and that each of them reads something."""
+    from arrow_tq.adapters.ray_segments import SegmentsSource, SegmentsWanted
+
+    wanted = SegmentsWanted(url, run, field, None, None, "lineage", 0, None, None, None)
+    tasks = SegmentsSource(wanted).get_read_tasks(1)
+    assert all(sum(block.num_rows for block in task()) for task in tasks)
+    return len(tasks)
 
 
 def restarts_with_its_directory(store: Store, name: str) -> None:
@@ -158,6 +151,7 @@ def test_a_node_is_removed_under_load(nodes: Any, tmp_path: Path) -> None:
 
     url = on_ray.start(
         tmp_path / "data",
+        doors=on_ray.OPEN,
         name="second",
         memory_root=tmp_path / "memory",
         settings=SETTINGS,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 import time
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +11,12 @@ from pathlib import Path
 from arrow_tq.logs import logger
 from arrow_tq.store.cluster.catalog_link import CatalogLink
 from arrow_tq.store.cluster.far_reads import FarReads
+from arrow_tq.store.cluster.shard_note import ShardNote
 from arrow_tq.store.shard import Shard
 from arrow_tq_schemas.cluster import Beat, JoinCluster, News, ShardServer
 from arrow_tq_schemas.errors import ArrowTQError, Conflict, NotFound, StaleEpoch, Unavailable
 from arrow_tq_schemas.ids import ChunkId
 
-NOTE_NAME = "shard.json"
 BEATS_A_LEASE = 5
 AWAY_PAUSE_S = 0.5
 """Between two tries to reach a catalog that is away."""
@@ -66,12 +63,13 @@ class Membership:
     ) -> None:
         self._far = far
         self._swept_at = self._tended_at = float("-inf")
-        self._note = folder / NOTE_NAME
+        self._folder = folder
         self._server = server
         self._catalog = catalog
         self._shard = shard
         self._orphan_ttl_s = orphan_ttl_s
-        self._node, self._number = _read_note(self._note)
+        note = ShardNote.read_or_make(folder)
+        self._node, self._number = note.node, note.number
         self._place: Place | None = None
         self._refused: ArrowTQError | None = None
         self._renewed_at = float("-inf")
@@ -181,7 +179,7 @@ class Membership:
             self._refuse(error)
             return TEND_S
         self._number = joined.number
-        _write_note(self._note, self._node, joined.number)
+        ShardNote(self._node, joined.number).write(self._folder)
         self._renewed_at = time.monotonic()
         self._hear_of(joined.catalog)
         self._news = joined.catalog, 0
@@ -307,22 +305,3 @@ class Membership:
     def _refuse(self, error: ArrowTQError) -> None:
         self._refused = error
         self._log.error("this process is not the shard any more; it answers nothing", error=error.message)
-
-
-def _read_note(path: Path) -> tuple[str, int | None]:
-    """Node id and number; the id is made with the folder's first use."""
-    if path.exists():
-        note = json.loads(path.read_text())
-        return note["node"], note["number"]
-    node = uuid.uuid4().hex
-    _write_note(path, node, None)
-    return node, None
-
-
-def _write_note(path: Path, node: str, number: int | None) -> None:
-    part = path.with_suffix(".part")
-    with part.open("w") as file:
-        file.write(json.dumps({"node": node, "number": number}))
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
