@@ -13,11 +13,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import psutil
+
+from benchmarks.peers.payloads import recipe
 from benchmarks.peers.system import SYSTEMS
 
 STOP_S = 20.0
 QUIET_RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 """Everything is on loopback here, and several processes join one cluster."""
+MEMORY_SHARE = 0.85
+"""Of the memory that is available."""
+COPIES_AT_REST, COPIES_AT_WORK = 2, 4
 
 
 class Process:
@@ -34,7 +40,11 @@ class Process:
             env={**os.environ, **QUIET_RAY},
             start_new_session=True,
         )
-        self.first = self._reply()
+        try:
+            self.first = self._reply()
+        except RuntimeError:
+            self.stop()
+            raise
 
     def ask(self, do: str, **arguments: object) -> dict[str, object]:
         """Its reply; raises ``RuntimeError`` with what went wrong there."""
@@ -74,8 +84,10 @@ class Outcome:
 
     system: str
     payload: str
+    samples: int = 0
+    whole: int = 0
+    """Samples that the payload has where memory allows."""
     nbytes: int = 0
-    layers: int = 0
     times: dict[str, list[float]] = field(default_factory=dict)
     failed: str | None = None
 
@@ -93,6 +105,28 @@ class Outcome:
         return statistics.median(values[1:] or values)
 
 
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a payload is measured in the memory that there is."""
+
+    samples: int
+    together: bool
+    """Whether all systems hold it at a time and take turns; else one system after another."""
+
+
+def fit(payload: str, systems: int, available_bytes: int) -> Fit:
+    """All systems in turns, if they fit; else one by one; else fewer samples.
+
+    At rest a system's two processes hold the payload each; at its turn it also exists in the store, in the
+    form that was put, and as what came back.
+    """
+    about = recipe(payload)
+    room = int(available_bytes * MEMORY_SHARE)
+    together = about.nbytes * (COPIES_AT_REST * systems + COPIES_AT_WORK) <= room
+    samples = min(about.samples, room // (about.sample_bytes * (COPIES_AT_REST + COPIES_AT_WORK)))
+    return Fit(max(samples, 1), together)
+
+
 class Pair:
     """A system's producer and consumer."""
 
@@ -101,21 +135,21 @@ class Pair:
         self._producer = Process(f"{system} producer", "worker", system, "producer", address)
         self._consumer = Process(f"{system} consumer", "worker", system, "consumer", address)
 
-    def prepare(self, payload: str) -> Outcome:
+    def prepare(self, payload: str, samples: int) -> Outcome:
         """Build the payload on both sides."""
-        reply = self._producer.ask("prepare", payload=payload)
-        self._consumer.ask("prepare", payload=payload)
-        return Outcome(self.system, payload, int(str(reply["nbytes"])), int(str(reply["layers"])))
+        reply = self._producer.ask("prepare", payload=payload, samples=samples)
+        self._consumer.ask("prepare", payload=payload, samples=samples)
+        nbytes = int(str(reply["nbytes"]))
+        return Outcome(self.system, payload, samples, recipe(payload).samples, nbytes)
 
-    def round(self, outcome: Outcome, layers: range | None) -> None:
+    def round(self, outcome: Outcome) -> None:
         """Put, get, compare, remove; a failure ends this system's part in the payload."""
         if outcome.failed:
             return
         try:
             put = self._producer.ask("put")
             outcome.add(put)
-            part = None if layers is None else [layers.start, layers.stop]
-            got = self._consumer.ask("get", reference=put["reference"], layers=part, check=True)
+            got = self._consumer.ask("get", reference=put["reference"])
             outcome.add(got)
             if got["wrong"]:
                 outcome.failed = f"came back wrong: {got['wrong']}"
@@ -133,7 +167,7 @@ class Pair:
 def running(system: str) -> Iterator[Pair]:
     """The system's servers and its two processes."""
     importlib.import_module(SYSTEMS[system].package)
-    host = Process(f"{system} servers", "host", system)
+    host = _host(system)
     try:
         pair = Pair(system, str(host.first["address"]))
         try:
@@ -144,19 +178,30 @@ def running(system: str) -> Iterator[Pair]:
         host.stop()
 
 
-def measure(systems: Sequence[str], payload: str, rounds: int, halves: bool) -> list[Outcome]:
-    """Every system over the same payload, in turns; one that cannot run says why.
+def _host(system: str) -> Process:
+    """Its servers; a start that failed is tried once more, for a busy machine is slow to start Ray."""
+    try:
+        return Process(f"{system} servers", "host", system)
+    except RuntimeError:
+        return Process(f"{system} servers", "host", system)
 
-    Args:
-        halves: where a system can be asked for some layers, ask for the first half.
-    """
+
+def measure(systems: Sequence[str], payload: str, rounds: int) -> list[Outcome]:
+    """Every system over the same payload, in turns; one that cannot run says why."""
+    chosen = fit(payload, len(systems), psutil.virtual_memory().available)
+    if chosen.together:
+        return _in_turns(systems, payload, chosen.samples, rounds)
+    return [one for system in systems for one in _in_turns([system], payload, chosen.samples, rounds)]
+
+
+def _in_turns(systems: Sequence[str], payload: str, samples: int, rounds: int) -> list[Outcome]:
     with contextlib.ExitStack() as stack:
         pairs: list[tuple[Pair, Outcome]] = []
         outcomes: list[Outcome] = []
         for system in systems:
             try:
                 pair = stack.enter_context(running(system))
-                outcome = pair.prepare(payload)
+                outcome = pair.prepare(payload, samples)
                 pairs.append((pair, outcome))
             except (ImportError, RuntimeError, OSError) as error:
                 reason = f"cannot run: {error} (needs {SYSTEMS[system].install})"
@@ -164,6 +209,5 @@ def measure(systems: Sequence[str], payload: str, rounds: int, halves: bool) -> 
             outcomes.append(outcome)
         for _ in range(rounds):
             for pair, outcome in pairs:
-                can_halve = halves and outcome.layers and SYSTEMS[pair.system].layers
-                pair.round(outcome, range(outcome.layers // 2) if can_halve else None)
+                pair.round(outcome)
         return outcomes
