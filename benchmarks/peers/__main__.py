@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -47,6 +49,8 @@ def main() -> None:
             recipe(payload)
         except ValueError as error:
             parser.error(str(error))
+    # Told to stop, it still stops everybody's servers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sizes = SMOKE if chosen.smoke else FULL
     about = machine(sizes.touch_bytes, sizes.touch_away_s)
     console = Console(width=max(110, Console().width))

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import signal
 import statistics
 import subprocess
@@ -19,6 +20,8 @@ from benchmarks.peers.payloads import recipe
 from benchmarks.peers.system import SYSTEMS
 
 STOP_S = 20.0
+ANSWER_S = 120.0
+"""A system that takes longer has failed. A reply is one line, so none is left in a buffer."""
 QUIET_RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 """Everything is on loopback here, and several processes join one cluster."""
 MEMORY_SHARE = 0.85
@@ -55,6 +58,9 @@ class Process:
 
     def _reply(self) -> dict[str, object]:
         assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_S)
+        if not ready:
+            raise RuntimeError(f"{self._name} gave no answer for {ANSWER_S:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{self._name} ended with code {self._process.wait()}")

@@ -1,4 +1,4 @@
-"""Ray's object store as Miles and slime use it: a boxed ``ray.put`` in one process, ``ray.get`` in another."""
+"""Ray's object store as Miles and slime use it: boxed in one process, ``ray.get`` in another."""
 
 from __future__ import annotations
 
