@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import plots
-from benchmarks.peers.driving import Outcome, measure
+from benchmarks.peers import table
+from benchmarks.peers.driving import measure
+from benchmarks.peers.outcome import Outcome
 from benchmarks.peers.payloads import NAMES, recipe
 from benchmarks.peers.system import SYSTEMS
-from benchmarks.report import Row, against, describe, joined, machine, read, write
+from benchmarks.report import Row, against, describe, machine, write
 from benchmarks.sizes import FULL, SMOKE
 
 TARGETS: dict[tuple[str, str], tuple[float, float | None]] = {
@@ -55,73 +57,26 @@ def main() -> None:
     about = machine(sizes.touch_bytes, sizes.touch_away_s)
     console = Console(width=max(110, Console().width))
     console.print(describe(about))
-    old = _read(chosen.json) if chosen.add and chosen.json and chosen.json.exists() else {}
-    outcomes: dict[str, list[Outcome]] = dict(old)
+    outcomes: dict[str, list[Outcome]] = {}
+    if chosen.add and chosen.json and chosen.json.exists():
+        outcomes = table.by_payload(json.loads(chosen.json.read_text()))
     for payload in chosen.payloads or NAMES:
         outcomes[payload] = measure(systems, payload, chosen.rounds)
-        console.print(table(payload, outcomes[payload]))
-        rows = [row for found in outcomes.values() for row in rows_of(found)]
+        console.print(_shown(payload, outcomes[payload]))
         if chosen.json:
             # After each payload: a run that is cut short has not been for nothing.
-            kept = read(chosen.json) if chosen.add and chosen.json.exists() else []
-            everything = [asdict(one) for found in outcomes.values() for one in found]
-            write(chosen.json, joined(kept, rows), about, outcomes=everything)
+            ordered = [outcomes[name] for name in dict.fromkeys([*NAMES, *outcomes]) if name in outcomes]
+            rows = [row for found in ordered for row in rows_of(found)]
+            write(chosen.json, rows, about, outcomes=[asdict(one) for found in ordered for one in found])
     if chosen.plots:
-        plots.speeds(speeds(outcomes), chosen.plots / "peers.svg")
+        plots.speeds(table.speeds(outcomes), chosen.plots / "peers.svg")
 
 
-def _read(path: Path) -> dict[str, list[Outcome]]:
-    """Outcomes by payload."""
-    found: dict[str, list[Outcome]] = {}
-    for one in json.loads(path.read_text()).get("outcomes", []):
-        found.setdefault(one["payload"], []).append(Outcome(**one))
-    return found
-
-
-def speeds(outcomes: dict[str, list[Outcome]]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Milliseconds of put and get, warm."""
-    return {
-        payload: {
-            one.system: (one.warm("put_s") * 1e3, one.warm("get_s") * 1e3) for one in found if not one.failed
-        }
-        for payload, found in outcomes.items()
-    }
-
-
-HEADERS = ("system", "put ms", "get ms", "put MB/s", "get MB/s", "first put/get", "build/rows ms", "")
-
-
-def table(payload: str, outcomes: Sequence[Outcome]) -> Table:
-    shown = Table(*HEADERS, title=title(payload, outcomes))
+def _shown(payload: str, outcomes: Sequence[Outcome]) -> Table:
+    shown = Table(*table.HEADERS, title=table.title(payload, outcomes))
     for one in outcomes:
-        shown.add_row(*cells(one))
+        shown.add_row(*table.cells(one))
     return shown
-
-
-def title(payload: str, outcomes: Sequence[Outcome]) -> str:
-    """The payload's name, and how much of it there was."""
-    some = next((one for one in outcomes if one.samples), None)
-    if some is None:
-        return payload
-    scaled = "" if some.samples == some.whole else f" (scaled to this memory, of {some.whole:,})"
-    return f"{payload}: {some.samples:,} samples{scaled}, {some.nbytes / 1e6:,.0f} MB"
-
-
-def cells(one: Outcome) -> list[str]:
-    """A system's row."""
-    if one.failed:
-        return [one.system, "", "", "", "", "", "", one.failed[:160]]
-    put, get = one.warm("put_s"), one.warm("get_s")
-    return [
-        one.system,
-        f"{put * 1e3:,.1f}",
-        f"{get * 1e3:,.1f}",
-        f"{one.nbytes / 1e6 / put:,.0f}",
-        f"{one.nbytes / 1e6 / get:,.0f}",
-        f"{one.cold('put_s') * 1e3:,.0f} / {one.cold('get_s') * 1e3:,.0f}",
-        f"{one.warm('build_s') * 1e3:,.0f} / {one.warm('rows_s') * 1e3:,.0f}",
-        "equal",
-    ]
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:

@@ -8,14 +8,14 @@ import json
 import os
 import select
 import signal
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 
+from benchmarks.peers.outcome import Outcome
 from benchmarks.peers.payloads import recipe
 from benchmarks.peers.system import SYSTEMS
 
@@ -79,36 +79,6 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What one system did with one payload; times in seconds, the first round apart.
-
-    ``failed`` says why there is nothing.
-    """
-
-    system: str
-    payload: str
-    samples: int = 0
-    whole: int = 0
-    """Samples that the payload has where memory allows."""
-    nbytes: int = 0
-    times: dict[str, list[float]] = field(default_factory=dict)
-    failed: str | None = None
-
-    def add(self, reply: dict[str, object]) -> None:
-        for name, value in reply.items():
-            if name.endswith("_s") and isinstance(value, float):
-                self.times.setdefault(name, []).append(value)
-
-    def cold(self, name: str) -> float:
-        return self.times[name][0]
-
-    def warm(self, name: str) -> float:
-        """The median of all rounds but the first (of the only one, if there is one)."""
-        values = self.times[name]
-        return statistics.median(values[1:] or values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,18 +32,16 @@ from rich.table import Table
 import arrow_tq
 from arrow_tq import fields
 from benchmarks import servers
+from benchmarks.peers import peaks as peak_tables
 from benchmarks.peers.driving import QUIET_RAY
 from benchmarks.report import Row, describe, machine, write
 from benchmarks.sizes import FULL, SMOKE
 
 LAYERS, TOPK, EXPERTS = 40, 8, 256
 SAMPLE_S = 0.02
-MIB = 1 << 20
-HEADERS = ("peak PSS over its start, MiB", "whole payloads", "references", "less")
 TRAINERS = 2
 HEAD, ONE_NODE = "head", "head, were the store on its node"
 TARGET = 0.85
-DRESSAGE = ("Dressage's head node, GiB (published)", "757", "247", "67 %")
 Experts = npt.NDArray[np.int32]
 
 
@@ -242,15 +240,6 @@ def measure(shape: Shape) -> dict[str, tuple[int | None, int | None]]:
     return {name: (whole.get(name), reference.get(name)) for name in names}
 
 
-def table(peaks: Mapping[str, Sequence[int | None]]) -> list[list[str]]:
-    """Component, MiB with whole payloads, MiB with references, how much less; and the published table."""
-    found = []
-    for name, (before, after) in peaks.items():
-        less = "" if not before or after is None else f"{1 - after / before:.0%}".replace("%", " %")
-        found.append([name, *("" if one is None else f"{one / MIB:,.0f}" for one in (before, after)), less])
-    return [*found, list(DRESSAGE)]
-
-
 def rows(peaks: Mapping[str, Sequence[int | None]]) -> list[Row]:
     """The shares saved."""
     found = []
@@ -258,7 +247,9 @@ def rows(peaks: Mapping[str, Sequence[int | None]]) -> list[Row]:
         before, after = peaks[name]
         assert before and after is not None
         title = f"{name}: memory saved, references for whole payloads"
-        found.append(Row(title, after / MIB, "MiB", before / MIB, 1 - after / before, target))
+        found.append(
+            Row(title, after / peak_tables.MIB, "MiB", before / peak_tables.MIB, 1 - after / before, target)
+        )
     return found
 
 
@@ -277,8 +268,8 @@ def main() -> None:
     peaks = measure(shape)
     console = Console(width=max(100, Console().width))
     console.print(describe(about))
-    shown = Table(*HEADERS, title=shape.title)
-    for line in table(peaks):
+    shown = Table(*peak_tables.HEADERS, title=shape.title)
+    for line in peak_tables.table(peaks):
         shown.add_row(*line)
     console.print(shown)
     if chosen.json:
