@@ -89,5 +89,5 @@ def speeds(payloads: Mapping[str, Mapping[str, tuple[float, float]]], path: Path
                 axes.barh(places, figures, height=height, color=f"C{index}", alpha=alpha, label=label)
         axes.set(yticks=range(len(names)), yticklabels=names, xlabel="ms, smaller is better", xscale="log")
         axes.set(ylim=(-0.6, len(names) - 0.4))
-        axes.legend(fontsize=8)
+        axes.figure.legend(fontsize=8, loc="outside upper center", ncols=len(systems))
         axes.grid(True, axis="x", alpha=0.3)
