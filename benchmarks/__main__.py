@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks import commits, composing, handles, memory, plots, replay, samehost, wire
-from benchmarks.report import Row, joined, machine, read, show, write
+from benchmarks.report import Row, joined, machine, read, show, stop_cleanly, write
 from benchmarks.sizes import FULL, SMOKE
 
 SUITES = {
@@ -31,16 +31,18 @@ def main() -> None:
     unknown = [name for name in chosen.suites if name not in SUITES]
     if unknown:
         parser.error(f"no suite {', '.join(unknown)}: expected {', '.join(SUITES)}")
+    stop_cleanly()
     sizes = SMOKE if chosen.smoke else FULL
     about = machine(sizes.touch_bytes, sizes.touch_away_s)
-    rows: list[Row] = []
+    adds = chosen.add and chosen.json and chosen.json.exists()
+    rows: list[Row] = read(chosen.json) if adds else []
     for name in chosen.suites or SUITES:
-        rows.extend(SUITES[name](sizes))
-    show(rows, about)
-    if chosen.add and chosen.json and chosen.json.exists():
-        rows = joined(read(chosen.json), rows)
-    if chosen.json:
-        write(chosen.json, rows, about)
+        found = SUITES[name](sizes)
+        show(found, about)
+        rows = joined(rows, found)
+        if chosen.json:
+            # After each suite: a run that is cut short has not been for nothing.
+            write(chosen.json, rows, about)
     if chosen.plots:
         plots.ratios(rows, chosen.plots / "bench.svg")
 

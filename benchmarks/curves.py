@@ -26,7 +26,7 @@ from arrow_tq import fields
 from arrow_tq.interface import Store
 from arrow_tq.runs import Run
 from benchmarks import plots, servers
-from benchmarks.report import Row, ceiling, joined, machine, read, show, write
+from benchmarks.report import Row, ceiling, joined, machine, read, show, stop_cleanly, write
 from benchmarks.sizes import EXPERTS, FULL, LAYERS, SMOKE, TOPK, routing
 
 CHUNK_ROWS = 64
@@ -241,24 +241,25 @@ def main() -> None:
     unknown = [name for name in chosen.names if name not in CURVES]
     if unknown:
         parser.error(f"no curve {', '.join(unknown)}: expected {', '.join(CURVES)}")
+    stop_cleanly()
     sizes = SMOKE if chosen.smoke else FULL
     about = machine(sizes.touch_bytes, sizes.touch_away_s)
-    found: list[Curve] = []
+    rows: list[Row] = []
+    curves: dict[str, object] = {}
+    if chosen.add and chosen.json and chosen.json.exists():
+        rows, curves = read(chosen.json), json.loads(chosen.json.read_text())["curves"]
     for name in chosen.names or CURVES:
         kind = CURVES[name]
         taken = (kind.small, 1) if chosen.smoke else (kind.sizes, ROUNDS)
-        found.append(kind.measured(name, *taken))
-    rows = [row for curve in found for row in curve.rows()]
-    show(rows, about)
-    points = {curve.name: {"unit": curve.unit, "seconds": curve.seconds} for curve in found}
-    if chosen.plots:
-        for curve in found:
+        curve = kind.measured(name, *taken)
+        show(curve.rows(), about)
+        rows = joined(rows, curve.rows())
+        curves[name] = {"unit": curve.unit, "seconds": curve.seconds}
+        if chosen.json:
+            # After each curve: a run that is cut short has not been for nothing.
+            write(chosen.json, rows, about, curves={one: curves[one] for one in CURVES if one in curves})
+        if chosen.plots:
             plots.curve(curve.name, curve.unit, curve.seconds, chosen.plots / f"{curve.name}.svg")
-    if chosen.json:
-        if chosen.add and chosen.json.exists():
-            rows = joined(read(chosen.json), rows)
-            points = {**json.loads(chosen.json.read_text())["curves"], **points}
-        write(chosen.json, rows, about, curves=points)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ import json
 import mmap
 import os
 import platform
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -68,6 +70,11 @@ def ceiling(name: str, value: float, unit: str, bound: float) -> Row:
 def met(row: Row) -> bool:
     """Whether the row reaches its target; a row without one does."""
     return row.target is None or (row.ratio is not None and row.ratio >= row.target)
+
+
+def stop_cleanly() -> None:
+    """Told to stop, the program still stops the servers that it started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 PAGE_BYTES = 4096

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +17,7 @@ from benchmarks.peers.driving import measure
 from benchmarks.peers.outcome import Outcome
 from benchmarks.peers.payloads import NAMES, recipe
 from benchmarks.peers.system import SYSTEMS
-from benchmarks.report import Row, against, describe, machine, write
+from benchmarks.report import Row, against, describe, machine, stop_cleanly, write
 from benchmarks.sizes import FULL, SMOKE
 
 TARGETS: dict[tuple[str, str], tuple[float, float | None]] = {
@@ -51,8 +49,7 @@ def main() -> None:
             recipe(payload)
         except ValueError as error:
             parser.error(str(error))
-    # Told to stop, it still stops everybody's servers.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    stop_cleanly()
     sizes = SMOKE if chosen.smoke else FULL
     about = machine(sizes.touch_bytes, sizes.touch_away_s)
     console = Console(width=max(110, Console().width))

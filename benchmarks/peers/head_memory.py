@@ -34,7 +34,7 @@ from arrow_tq import fields
 from benchmarks import servers
 from benchmarks.peers import peaks as peak_tables
 from benchmarks.peers.driving import QUIET_RAY
-from benchmarks.report import Row, describe, machine, write
+from benchmarks.report import Row, describe, machine, stop_cleanly, write
 from benchmarks.sizes import FULL, SMOKE
 
 LAYERS, TOPK, EXPERTS = 40, 8, 256
@@ -262,6 +262,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="do not spend time on the machine line")
     parser.add_argument("--json", type=Path, metavar="FILE")
     chosen = parser.parse_args()
+    stop_cleanly()
     shape = Shape(chosen.trajectories, chosen.tokens)
     sizes = SMOKE if chosen.smoke else FULL
     about = machine(sizes.touch_bytes, sizes.touch_away_s)
