@@ -153,12 +153,14 @@ def size(store: Store, curve: Curve, megabytes: int) -> None:
 READER = f"""
 import sys, numpy, arrow_tq
 run = arrow_tq.connect(sys.argv[1]).run(sys.argv[2])
-batch = run.attach(sys.argv[3], rank=0, world=1)
-out = numpy.ones((int(sys.argv[4]), {LAYERS}, {TOPK}), numpy.uint8)
+world, tokens, rank = map(int, sys.argv[4:])
+batch = run.attach(sys.argv[3], rank=rank, world=world)
+out = numpy.ones((tokens, {LAYERS}, {TOPK}), numpy.uint8)
 print("ready", flush=True)
 sys.stdin.readline()
 batch.fetch("routed_experts", out={{"routed_experts": out}})
 print("done", flush=True)
+batch.release()
 """
 READER_TOKENS = 200_000
 
@@ -172,11 +174,11 @@ def readers(store: Store, curve: Curve, count: int) -> None:
         step.put("token_ids", np.zeros(len(rows) + 1, np.int32), start=0)
         step.put("routed_experts", rows, start=0)
     session.finalize()
-    batch = run.claim(1)
-    command = [sys.executable, "-c", READER, store.url, run.name, batch.ref, str(len(rows) + 1)]
+    ref = run.claim(1).ref
+    command = [sys.executable, "-c", READER, store.url, run.name, ref, str(count), str(len(rows) + 1)]
     processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(count)
+        subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for rank in range(count)
     ]
     try:
         _await(processes, "ready")
@@ -189,7 +191,6 @@ def readers(store: Store, curve: Curve, count: int) -> None:
     finally:
         for process in processes:
             process.communicate()
-    batch.release()
 
 
 def _await(processes: Sequence[subprocess.Popen[str]], word: str) -> None:

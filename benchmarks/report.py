@@ -86,12 +86,13 @@ def machine(touch_bytes: int, away_s: float) -> dict[str, object]:
 
     ``fresh``: of memory that was freed for some seconds; ``recycled``: of memory freed a moment ago. Where
     the host of a virtual machine takes freed pages back, the two differ a hundredfold, and what allocates
-    pays the first.
+    pays the first. ``load_before``: of the last minute; what else ran.
 
     Args:
         touch_bytes: how much is touched.
         away_s: how long it rests, freed, before that.
     """
+    load = os.getloadavg()[0]
     model = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -106,6 +107,7 @@ def machine(touch_bytes: int, away_s: float) -> dict[str, object]:
         "memory_gib": round(psutil.virtual_memory().total / (1 << 30), 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "load_before": round(load, 1),
         "first_touch_fresh_us_a_page": round(fresh, 2),
         "first_touch_recycled_us_a_page": round(recycled, 2),
     }

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import docs
+from benchmarks.__main__ import SUITES
 from benchmarks.curves import EXPONENT, exponent
 from benchmarks.goals import GOALS, lines
 from benchmarks.peers.driving import fit
@@ -20,6 +21,7 @@ from benchmarks.peers.payloads import NAMES, difference, recipe
 from benchmarks.report import Row, ceiling, floor, joined, met, read, write
 
 ROOT = Path(__file__).parents[2]
+QUICK = [name for name in SUITES if name != "replay"]
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,13 +35,13 @@ def _is_svg(path: Path) -> bool:
 
 def test_smoke(tmp_path: Path) -> None:
     report = tmp_path / "bench.json"
-    done = _run("benchmarks", "--smoke", "--json", str(report), "--plots", str(tmp_path))
+    done = _run("benchmarks", *QUICK, "--smoke", "--json", str(report), "--plots", str(tmp_path))
     assert done.returncode == 0, done.stderr
     content = json.loads(report.read_text())
     assert {"cpu", "cores", "memory_gib", "kernel", "python"} <= set(content["machine"])
     assert content["machine"]["first_touch_fresh_us_a_page"] > 0
     rows = content["rows"]
-    assert len(rows) >= 27
+    assert len(rows) >= 25
     for row in rows:
         assert set(row) == {"name", "value", "unit", "baseline", "ratio", "target"}
         assert row["value"] > 0
@@ -49,10 +51,21 @@ def test_smoke(tmp_path: Path) -> None:
             assert row["ratio"] > 0
     assert _is_svg(tmp_path / "bench.svg")
     asked = {name for goal in GOALS if goal.report == "bench.json" for name in goal.rows}
-    assert asked <= {row["name"] for row in rows}
+    assert asked - {row["name"] for row in rows} == {"routing replay, to the rest of the step"}
     verdicts = {line[2]: line[-1] for line in lines(tmp_path)}
     assert verdicts["expand handles, to all of them in 1 s"] in {"met", "MISSED"}
     assert verdicts["head: memory saved, references for whole payloads"] == "not measured: make bench-peers"
+
+
+@pytest.mark.slow
+def test_replay_smoke(tmp_path: Path) -> None:
+    report = tmp_path / "bench.json"
+    done = _run("benchmarks", "replay", "--smoke", "--json", str(report))
+    assert done.returncode == 0, done.stderr
+    replayed, step = read(report)
+    assert replayed.name == "routing replay, to the rest of the step"
+    assert 0 < replayed.value < 100
+    assert step.value > 0
 
 
 def test_an_unknown_suite_is_named() -> None:
@@ -81,15 +94,23 @@ def test_the_exponent_is_that_of_the_larger_sizes() -> None:
     assert exponent([(size, size + size**2 / 16) for size in sizes]) > 1.5
 
 
-def test_peers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("system", "payload"),
+    [
+        ("mooncake", "r3-smoke"),
+        pytest.param("ray", "r3-smoke", marks=pytest.mark.slow),
+        pytest.param("ray", "r3-trajectories-smoke", marks=pytest.mark.slow),
+    ],
+)
+def test_peers(system: str, payload: str, tmp_path: Path) -> None:
     report = tmp_path / "peers.json"
     done = _run(
-        *("benchmarks.peers", "--smoke", "--rounds", "2", "--systems", "arrow-tq,ray,mooncake"),
-        *("--json", str(report), "--plots", str(tmp_path), "r3-smoke", "r3-trajectories-smoke"),
+        *("benchmarks.peers", "--smoke", "--rounds", "2", "--systems", f"arrow-tq,{system}"),
+        *("--json", str(report), "--plots", str(tmp_path), payload),
     )
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(report.read_text())["outcomes"]
-    assert len(outcomes) == 6
+    assert [outcome["system"] for outcome in outcomes] == ["arrow-tq", system]
     for outcome in outcomes:
         if importlib.util.find_spec(outcome["system"].replace("-", "_")) is None:
             # What is not installed stands in the table, with what it needs.
