@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks import plots
 from benchmarks.peers import table
-from benchmarks.peers.driving import measure
+from benchmarks.peers.driving import Lineup
 from benchmarks.peers.outcome import Outcome
 from benchmarks.peers.payloads import NAMES, recipe
 from benchmarks.peers.system import SYSTEMS
@@ -57,16 +57,22 @@ def main() -> None:
     outcomes: dict[str, list[Outcome]] = {}
     if chosen.add and chosen.json and chosen.json.exists():
         outcomes = table.by_payload(json.loads(chosen.json.read_text()))
-    for payload in chosen.payloads or NAMES:
-        outcomes[payload] = measure(systems, payload, chosen.rounds)
-        console.print(_shown(payload, outcomes[payload]))
-        if chosen.json:
-            # After each payload: a run that is cut short has not been for nothing.
-            ordered = [outcomes[name] for name in dict.fromkeys([*NAMES, *outcomes]) if name in outcomes]
-            rows = [row for found in ordered for row in rows_of(found)]
-            write(chosen.json, rows, about, outcomes=[asdict(one) for found in ordered for one in found])
+    with Lineup(systems) as lineup:
+        for payload in chosen.payloads or NAMES:
+            outcomes[payload] = lineup.measure(payload, chosen.rounds)
+            console.print(_shown(payload, outcomes[payload]))
+            if chosen.json:
+                # After each payload: a run that is cut short has not been for nothing.
+                _write(chosen.json, outcomes, about)
     if chosen.plots:
         plots.speeds(table.speeds(outcomes), chosen.plots / "peers.svg")
+
+
+def _write(path: Path, outcomes: Mapping[str, list[Outcome]], about: Mapping[str, object]) -> None:
+    """All outcomes, in the order in which payloads are named."""
+    ordered = [outcomes[name] for name in dict.fromkeys([*NAMES, *outcomes]) if name in outcomes]
+    rows = [row for found in ordered for row in rows_of(found)]
+    write(path, rows, about, outcomes=[asdict(one) for found in ordered for one in found])
 
 
 def _shown(payload: str, outcomes: Sequence[Outcome]) -> Table:

@@ -120,8 +120,6 @@ class Pair:
 
     def round(self, outcome: Outcome) -> None:
         """Put, get, compare, remove; a failure ends this system's part in the payload."""
-        if outcome.failed:
-            return
         try:
             put = self._producer.ask("put")
             outcome.add(put)
@@ -162,28 +160,60 @@ def _host(system: str) -> Process:
         return Process(f"{system} servers", "host", system)
 
 
-def measure(systems: Sequence[str], payload: str, rounds: int) -> list[Outcome]:
-    """Every system over the same payload, in turns; one that cannot run says why."""
-    chosen = fit(payload, len(systems), psutil.virtual_memory().available)
-    if chosen.together:
-        return _in_turns(systems, payload, chosen.samples, rounds)
-    return [one for system in systems for one in _in_turns([system], payload, chosen.samples, rounds)]
+class Lineup:
+    """The systems that take part, started when they are first needed and kept from payload to payload."""
 
+    def __init__(self, systems: Sequence[str]) -> None:
+        self._systems = systems
+        self._started: dict[str, tuple[contextlib.ExitStack, Pair]] = {}
 
-def _in_turns(systems: Sequence[str], payload: str, samples: int, rounds: int) -> list[Outcome]:
-    with contextlib.ExitStack() as stack:
-        pairs: list[tuple[Pair, Outcome]] = []
-        outcomes: list[Outcome] = []
-        for system in systems:
-            try:
-                pair = stack.enter_context(running(system))
-                outcome = pair.prepare(payload, samples)
-                pairs.append((pair, outcome))
-            except (ImportError, RuntimeError, OSError) as error:
-                reason = f"cannot run: {error} (needs {SYSTEMS[system].install})"
-                outcome = Outcome(system, payload, failed=reason)
-            outcomes.append(outcome)
-        for _ in range(rounds):
-            for pair, outcome in pairs:
-                pair.round(outcome)
+    def __enter__(self) -> Lineup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for system in self._systems:
+            self._stop(system)
+
+    def measure(self, payload: str, rounds: int) -> list[Outcome]:
+        """Every system over the same payload, in turns; one that cannot run says why."""
+        chosen = fit(payload, len(self._systems), psutil.virtual_memory().available)
+        if chosen.together:
+            return self._in_turns(self._systems, payload, chosen.samples, rounds)
+        outcomes = []
+        for system in self._systems:
+            for other in self._systems:
+                # What the others' stores keep is memory too.
+                self._stop(other)
+            outcomes.extend(self._in_turns([system], payload, chosen.samples, rounds))
         return outcomes
+
+    def _in_turns(self, systems: Sequence[str], payload: str, samples: int, rounds: int) -> list[Outcome]:
+        outcomes = {system: self._prepared(system, payload, samples) for system in systems}
+        for _ in range(rounds):
+            for system, outcome in outcomes.items():
+                if outcome.failed is None:
+                    self._started[system][1].round(outcome)
+        for system, outcome in outcomes.items():
+            if outcome.failed is not None:
+                # It starts afresh with the next payload.
+                self._stop(system)
+        return list(outcomes.values())
+
+    def _prepared(self, system: str, payload: str, samples: int) -> Outcome:
+        try:
+            return self._pair(system).prepare(payload, samples)
+        except (ImportError, RuntimeError, OSError) as error:
+            reason = f"cannot run: {error} (needs {SYSTEMS[system].install})"
+            return Outcome(system, payload, failed=reason)
+
+    def _pair(self, system: str) -> Pair:
+        if system not in self._started:
+            with contextlib.ExitStack() as stack:
+                pair = stack.enter_context(running(system))
+                self._started[system] = stack.pop_all(), pair
+        return self._started[system][1]
+
+    def _stop(self, system: str) -> None:
+        stack, _ = self._started.pop(system, (None, None))
+        if stack is not None:
+            stack.close()
