@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow check lint types imports bench bench-peers clean
+.PHONY: demo test slow check lint types imports bench curves bench-peers bench-head docs-figures clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,21 +35,46 @@ imports: $(READY)
 
 check: lint types imports test
 
+# Reports as JSON and plots as SVG go here; FIGURES=docs/plots makes the documentation's anew, a piece at a
+# time with SUITES, CURVES and PAYLOADS. What a piece leaves out stays as it was.
+FIGURES ?= build/figures
+SUITES ?=
+CURVES ?=
+PAYLOADS ?=
+
 bench: $(READY)
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(SUITES) --json $(FIGURES)/bench.json --add --plots $(FIGURES)
+	$(BIN)/python -m benchmarks.goals $(FIGURES)
+
+curves: $(READY)
+	$(BIN)/python -m benchmarks.curves $(CURVES) --json $(FIGURES)/curves.json --add --plots $(FIGURES)
 
 # Beside the systems that people use for the same job, in an environment of their own. What cannot be
 # installed is reported in the table.
 PEERS := .venv-peers
-bench-peers:
+PEERS_READY := $(PEERS)/.ready
+$(PEERS_READY): pyproject.toml constraints.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/pip install --quiet --upgrade pip
 	$(PEERS)/bin/pip install --quiet -c constraints.txt torch
-	$(PEERS)/bin/pip install --quiet -c constraints.txt -e '.[server]'
+	$(PEERS)/bin/pip install --quiet -c constraints.txt matplotlib -e '.[server]'
 	-$(PEERS)/bin/pip install --quiet ray
 	-$(PEERS)/bin/pip install --quiet TransferQueue tensordict
 	-$(PEERS)/bin/pip install --quiet mooncake-transfer-engine-non-cuda
-	$(PEERS)/bin/python -m benchmarks.peers
+	touch $@
+
+bench-peers: $(PEERS_READY)
+	$(PEERS)/bin/python -m benchmarks.peers $(PAYLOADS) --json $(FIGURES)/peers.json --add --plots $(FIGURES)
+	$(if $(PAYLOADS),,-$(PEERS)/bin/python -m benchmarks.peers.head_memory --json $(FIGURES)/head.json)
+	$(PEERS)/bin/python -m benchmarks.goals $(FIGURES)
+
+bench-head: $(PEERS_READY)
+	$(PEERS)/bin/python -m benchmarks.peers.head_memory --json $(FIGURES)/head.json
+	$(PEERS)/bin/python -m benchmarks.goals $(FIGURES)
+
+# docs/speed.md and its plots, from the reports in docs/plots.
+docs-figures: $(READY)
+	$(BIN)/python -m benchmarks.docs
 
 clean:
 	rm -rf $(VENV) $(PEERS) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

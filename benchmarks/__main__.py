@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import bundles, commits, handles, memory, samehost, wire
-from benchmarks.report import Row, show, write
+from benchmarks import commits, composing, handles, memory, plots, replay, samehost, wire
+from benchmarks.report import Row, joined, machine, read, show, stop_cleanly, write
 from benchmarks.sizes import FULL, SMOKE
 
 SUITES = {
@@ -15,7 +15,8 @@ SUITES = {
     "samehost": samehost.rows,
     "commits": commits.rows,
     "handles": handles.rows,
-    "bundles": bundles.rows,
+    "composing": composing.rows,
+    "replay": replay.rows,
 }
 
 
@@ -23,18 +24,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("suites", nargs="*", metavar="NAME", help=f"of {', '.join(SUITES)}; default all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    parser.add_argument("--add", action="store_true", help="keep rows of FILE that are not measured now")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write bench.svg there")
     parser.add_argument("--smoke", action="store_true", help="sizes that only show that it runs")
     chosen = parser.parse_args()
     unknown = [name for name in chosen.suites if name not in SUITES]
     if unknown:
         parser.error(f"no suite {', '.join(unknown)}: expected {', '.join(SUITES)}")
+    stop_cleanly()
     sizes = SMOKE if chosen.smoke else FULL
-    rows: list[Row] = []
+    about = machine(sizes.touch_bytes, sizes.touch_away_s)
+    adds = chosen.add and chosen.json and chosen.json.exists()
+    rows: list[Row] = read(chosen.json) if adds else []
     for name in chosen.suites or SUITES:
-        rows.extend(SUITES[name](sizes))
-    show(rows)
-    if chosen.json:
-        write(chosen.json, rows)
+        found = SUITES[name](sizes)
+        show(found, about)
+        rows = joined(rows, found)
+        if chosen.json:
+            # After each suite: a run that is cut short has not been for nothing.
+            write(chosen.json, rows, about)
+    if chosen.plots:
+        plots.ratios(rows, chosen.plots / "bench.svg")
 
 
 if __name__ == "__main__":

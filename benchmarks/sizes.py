@@ -27,9 +27,16 @@ class Sizes:
     """Step commits per client and round."""
     handles: int
     """Handles expanded, and grouped, in one call."""
-    bundle_samples: int
-    with_ray: bool
-    """Whether Ray is measured too, where it is installed."""
+    spans: int
+    """Spans of one segment that is composed."""
+    long_tokens: int
+    """Of a trajectory with 96 KiB a token."""
+    prompt_tokens: int
+    train_steps: int
+    """Of the training loop that replays routing."""
+    touch_bytes: int
+    """Fresh memory that is touched, to say what that costs here."""
+    touch_away_s: float
 
     @property
     def piece_bytes(self) -> int:
@@ -46,8 +53,12 @@ FULL = Sizes(
     clients=64,
     commits=100,
     handles=10_000_000,
-    bundle_samples=16_384,
-    with_ray=True,
+    spans=1_000_000,
+    long_tokens=39_600,
+    prompt_tokens=250,
+    train_steps=5,
+    touch_bytes=256 << 20,
+    touch_away_s=3.0,
 )
 SMOKE = Sizes(
     rounds=1,
@@ -59,8 +70,12 @@ SMOKE = Sizes(
     clients=4,
     commits=5,
     handles=10_000,
-    bundle_samples=64,
-    with_ray=False,
+    spans=1_000,
+    long_tokens=240,
+    prompt_tokens=240,
+    train_steps=1,
+    touch_bytes=1 << 20,
+    touch_away_s=0.0,
 )
 
 

@@ -6,18 +6,27 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import signal
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import psutil
+
+from benchmarks.peers.outcome import Outcome
+from benchmarks.peers.payloads import recipe
 from benchmarks.peers.system import SYSTEMS
 
 STOP_S = 20.0
+ANSWER_S = 120.0
+"""A system that takes longer has failed. A reply is one line, so none is left in a buffer."""
 QUIET_RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 """Everything is on loopback here, and several processes join one cluster."""
+MEMORY_SHARE = 0.85
+"""Of the memory that is available."""
+COPIES_AT_REST, COPIES_AT_WORK = 2, 4
 
 
 class Process:
@@ -34,7 +43,11 @@ class Process:
             env={**os.environ, **QUIET_RAY},
             start_new_session=True,
         )
-        self.first = self._reply()
+        try:
+            self.first = self._reply()
+        except RuntimeError:
+            self.stop()
+            raise
 
     def ask(self, do: str, **arguments: object) -> dict[str, object]:
         """Its reply; raises ``RuntimeError`` with what went wrong there."""
@@ -45,6 +58,9 @@ class Process:
 
     def _reply(self) -> dict[str, object]:
         assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_S)
+        if not ready:
+            raise RuntimeError(f"{self._name} gave no answer for {ANSWER_S:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{self._name} ended with code {self._process.wait()}")
@@ -65,32 +81,26 @@ class Process:
         self._process.wait()
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What one system did with one payload; times in seconds, the first round apart.
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a payload is measured in the memory that there is."""
 
-    ``failed`` says why there is nothing.
+    samples: int
+    together: bool
+    """Whether all systems hold it at a time and take turns; else one system after another."""
+
+
+def fit(payload: str, systems: int, available_bytes: int) -> Fit:
+    """All systems in turns, if they fit; else one by one; else fewer samples.
+
+    At rest a system's two processes hold the payload each; at its turn it also exists in the store, in the
+    form that was put, and as what came back.
     """
-
-    system: str
-    payload: str
-    nbytes: int = 0
-    layers: int = 0
-    times: dict[str, list[float]] = field(default_factory=dict)
-    failed: str | None = None
-
-    def add(self, reply: dict[str, object]) -> None:
-        for name, value in reply.items():
-            if name.endswith("_s") and isinstance(value, float):
-                self.times.setdefault(name, []).append(value)
-
-    def cold(self, name: str) -> float:
-        return self.times[name][0]
-
-    def warm(self, name: str) -> float:
-        """The median of all rounds but the first (of the only one, if there is one)."""
-        values = self.times[name]
-        return statistics.median(values[1:] or values)
+    about = recipe(payload)
+    room = int(available_bytes * MEMORY_SHARE)
+    together = about.nbytes * (COPIES_AT_REST * systems + COPIES_AT_WORK) <= room
+    samples = min(about.samples, room // (about.sample_bytes * (COPIES_AT_REST + COPIES_AT_WORK)))
+    return Fit(max(samples, 1), together)
 
 
 class Pair:
@@ -101,21 +111,19 @@ class Pair:
         self._producer = Process(f"{system} producer", "worker", system, "producer", address)
         self._consumer = Process(f"{system} consumer", "worker", system, "consumer", address)
 
-    def prepare(self, payload: str) -> Outcome:
+    def prepare(self, payload: str, samples: int) -> Outcome:
         """Build the payload on both sides."""
-        reply = self._producer.ask("prepare", payload=payload)
-        self._consumer.ask("prepare", payload=payload)
-        return Outcome(self.system, payload, int(str(reply["nbytes"])), int(str(reply["layers"])))
+        reply = self._producer.ask("prepare", payload=payload, samples=samples)
+        self._consumer.ask("prepare", payload=payload, samples=samples)
+        nbytes = int(str(reply["nbytes"]))
+        return Outcome(self.system, payload, samples, recipe(payload).samples, nbytes)
 
-    def round(self, outcome: Outcome, layers: range | None) -> None:
+    def round(self, outcome: Outcome) -> None:
         """Put, get, compare, remove; a failure ends this system's part in the payload."""
-        if outcome.failed:
-            return
         try:
             put = self._producer.ask("put")
             outcome.add(put)
-            part = None if layers is None else [layers.start, layers.stop]
-            got = self._consumer.ask("get", reference=put["reference"], layers=part, check=True)
+            got = self._consumer.ask("get", reference=put["reference"])
             outcome.add(got)
             if got["wrong"]:
                 outcome.failed = f"came back wrong: {got['wrong']}"
@@ -133,7 +141,7 @@ class Pair:
 def running(system: str) -> Iterator[Pair]:
     """The system's servers and its two processes."""
     importlib.import_module(SYSTEMS[system].package)
-    host = Process(f"{system} servers", "host", system)
+    host = _host(system)
     try:
         pair = Pair(system, str(host.first["address"]))
         try:
@@ -144,26 +152,68 @@ def running(system: str) -> Iterator[Pair]:
         host.stop()
 
 
-def measure(systems: Sequence[str], payload: str, rounds: int, halves: bool) -> list[Outcome]:
-    """Every system over the same payload, in turns; one that cannot run says why.
+def _host(system: str) -> Process:
+    """Its servers; a start that failed is tried once more, for a busy machine is slow to start Ray."""
+    try:
+        return Process(f"{system} servers", "host", system)
+    except RuntimeError:
+        return Process(f"{system} servers", "host", system)
 
-    Args:
-        halves: where a system can be asked for some layers, ask for the first half.
-    """
-    with contextlib.ExitStack() as stack:
-        pairs: list[tuple[Pair, Outcome]] = []
-        outcomes: list[Outcome] = []
-        for system in systems:
-            try:
-                pair = stack.enter_context(running(system))
-                outcome = pair.prepare(payload)
-                pairs.append((pair, outcome))
-            except (ImportError, RuntimeError, OSError) as error:
-                reason = f"cannot run: {error} (needs {SYSTEMS[system].install})"
-                outcome = Outcome(system, payload, failed=reason)
-            outcomes.append(outcome)
-        for _ in range(rounds):
-            for pair, outcome in pairs:
-                can_halve = halves and outcome.layers and SYSTEMS[pair.system].layers
-                pair.round(outcome, range(outcome.layers // 2) if can_halve else None)
+
+class Lineup:
+    """The systems that take part, started when they are first needed and kept from payload to payload."""
+
+    def __init__(self, systems: Sequence[str]) -> None:
+        self._systems = systems
+        self._started: dict[str, tuple[contextlib.ExitStack, Pair]] = {}
+
+    def __enter__(self) -> Lineup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for system in self._systems:
+            self._stop(system)
+
+    def measure(self, payload: str, rounds: int) -> list[Outcome]:
+        """Every system over the same payload, in turns; one that cannot run says why."""
+        chosen = fit(payload, len(self._systems), psutil.virtual_memory().available)
+        if chosen.together:
+            return self._in_turns(self._systems, payload, chosen.samples, rounds)
+        outcomes = []
+        for system in self._systems:
+            for other in self._systems:
+                # What the others' stores keep is memory too.
+                self._stop(other)
+            outcomes.extend(self._in_turns([system], payload, chosen.samples, rounds))
         return outcomes
+
+    def _in_turns(self, systems: Sequence[str], payload: str, samples: int, rounds: int) -> list[Outcome]:
+        outcomes = {system: self._prepared(system, payload, samples) for system in systems}
+        for _ in range(rounds):
+            for system, outcome in outcomes.items():
+                if outcome.failed is None:
+                    self._started[system][1].round(outcome)
+        for system, outcome in outcomes.items():
+            if outcome.failed is not None:
+                # It starts afresh with the next payload.
+                self._stop(system)
+        return list(outcomes.values())
+
+    def _prepared(self, system: str, payload: str, samples: int) -> Outcome:
+        try:
+            return self._pair(system).prepare(payload, samples)
+        except (ImportError, RuntimeError, OSError) as error:
+            reason = f"cannot run: {error} (needs {SYSTEMS[system].install})"
+            return Outcome(system, payload, failed=reason)
+
+    def _pair(self, system: str) -> Pair:
+        if system not in self._started:
+            with contextlib.ExitStack() as stack:
+                pair = stack.enter_context(running(system))
+                self._started[system] = stack.pop_all(), pair
+        return self._started[system][1]
+
+    def _stop(self, system: str) -> None:
+        stack, _ = self._started.pop(system, (None, None))
+        if stack is not None:
+            stack.close()

@@ -18,6 +18,7 @@ import argparse
 import base64
 import os
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,12 +32,16 @@ from rich.table import Table
 import arrow_tq
 from arrow_tq import fields
 from benchmarks import servers
+from benchmarks.peers import peaks as peak_tables
 from benchmarks.peers.driving import QUIET_RAY
-from benchmarks.report import Row, machine, write
+from benchmarks.report import Row, describe, machine, stop_cleanly, write
+from benchmarks.sizes import FULL, SMOKE
 
 LAYERS, TOPK, EXPERTS = 40, 8, 256
 SAMPLE_S = 0.02
 TRAINERS = 2
+HEAD, ONE_NODE = "head", "head, were the store on its node"
+TARGET = 0.85
 Experts = npt.NDArray[np.int32]
 
 
@@ -51,6 +56,13 @@ class Shape:
     def int32_bytes(self) -> int:
         """Of all routing, as an engine sends it before base64."""
         return self.trajectories * self.tokens * LAYERS * TOPK * 4
+
+    @property
+    def title(self) -> str:
+        return (
+            f"{self.trajectories} trajectories of {self.tokens:,} tokens, {LAYERS} layers, top {TOPK}: "
+            f"{self.int32_bytes / 1e9:.2f} GB of int32 routing as the engine sends it"
+        )
 
 
 def answer(index: int, tokens: int) -> tuple[npt.NDArray[np.int32], bytes]:
@@ -139,7 +151,7 @@ class Sampler:
 
     def __init__(self, pids: dict[str, list[int]]) -> None:
         self._pids = pids
-        self.peak_bytes = dict.fromkeys([*pids, "head"], 0)
+        self.peak_bytes = dict.fromkeys([*pids, HEAD, ONE_NODE], 0)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._loop)
 
@@ -154,7 +166,8 @@ class Sampler:
 
     def _now(self) -> dict[str, int]:
         found = {name: sum(_pss(pid) for pid in pids) for name, pids in self._pids.items()}
-        return {**found, "head": found["proxy"] + found["manager"] + found.get("object store", 0)}
+        head = found["proxy"] + found["manager"] + found.get("object store", 0)
+        return {**found, HEAD: head, ONE_NODE: sum(found.values()) - found["trainers"]}
 
     def _loop(self) -> None:
         while not self._ended.wait(SAMPLE_S):
@@ -210,15 +223,8 @@ def _by_reference(shape: Shape, proxy: ray.actor.ActorHandle, manager: ray.actor
     return ray.get(manager.reference.remote(ray.get(segments)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--trajectories", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=16_384)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    chosen = parser.parse_args()
-    shape = Shape(chosen.trajectories, chosen.tokens)
+def measure(shape: Shape) -> dict[str, tuple[int | None, int | None]]:
+    """Peak bytes by component, with whole payloads and with references; None: not there."""
     os.environ.update(QUIET_RAY)
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=6 << 30)
     try:
@@ -230,29 +236,45 @@ def main() -> None:
                 reference = run(shape, url, pids)
     finally:
         ray.shutdown()
-    _show(shape, whole, reference)
-    if chosen.json:
-        less = 1 - reference["head"] / whole["head"]
-        mib = reference["head"] / (1 << 20), whole["head"] / (1 << 20)
-        write(chosen.json, [Row("head memory, share saved", mib[0], "MiB", mib[1], less, 0.85)])
+    names = sorted(dict.fromkeys([*whole, *reference]), key=(HEAD, ONE_NODE).count)
+    return {name: (whole.get(name), reference.get(name)) for name in names}
 
 
-def _show(shape: Shape, whole: dict[str, int], reference: dict[str, int]) -> None:
-    console = Console(width=max(100, Console().width))
-    console.print(", ".join(f"{key} {value}" for key, value in machine().items()))
-    console.print(
-        f"{shape.trajectories} trajectories of {shape.tokens:,} tokens, {LAYERS} layers, top {TOPK}: "
-        f"{shape.int32_bytes / 1e9:.2f} GB of int32 routing as the engine sends it"
+def rows(peaks: Mapping[str, Sequence[int | None]]) -> list[Row]:
+    """The shares saved."""
+    found = []
+    for name, target in ((HEAD, TARGET), (ONE_NODE, None)):
+        before, after = peaks[name]
+        assert before and after is not None
+        title = f"{name}: memory saved, references for whole payloads"
+        found.append(
+            Row(title, after / peak_tables.MIB, "MiB", before / peak_tables.MIB, 1 - after / before, target)
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    table = Table("peak PSS over its start, MiB", "whole payloads", "references", "less")
-    names = [*dict.fromkeys([*whole, *reference])]
-    for name in sorted(names, key=lambda one: one == "head"):
-        before, after = whole.get(name), reference.get(name)
-        saved = "" if not before or after is None else f"{1 - after / before:.0%}"
-        cells = ["" if size is None else f"{size / (1 << 20):,.0f}" for size in (before, after)]
-        table.add_row(name, *cells, saved)
-    table.add_row("Dressage's head node, GiB (published)", "757", "247", "67%")
-    console.print(table)
+    parser.add_argument("--trajectories", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--smoke", action="store_true", help="do not spend time on the machine line")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    chosen = parser.parse_args()
+    stop_cleanly()
+    shape = Shape(chosen.trajectories, chosen.tokens)
+    sizes = SMOKE if chosen.smoke else FULL
+    about = machine(sizes.touch_bytes, sizes.touch_away_s)
+    peaks = measure(shape)
+    console = Console(width=max(100, Console().width))
+    console.print(describe(about))
+    shown = Table(*peak_tables.HEADERS, title=shape.title)
+    for line in peak_tables.table(peaks):
+        shown.add_row(*line)
+    console.print(shown)
+    if chosen.json:
+        write(chosen.json, rows(peaks), about, title=shape.title, peaks=peaks)
 
 
 if __name__ == "__main__":

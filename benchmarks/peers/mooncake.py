@@ -18,6 +18,7 @@ from mooncake.structured_object_store import (
 
 from benchmarks.peers.payloads import Payload
 from benchmarks.peers.ports import free_port
+from benchmarks.peers.system import at_once
 
 SEGMENT_BYTES = 6 << 30
 BUFFER_BYTES = 1 << 30
@@ -32,21 +33,48 @@ class MooncakeEnd:
         self._transfer = MooncakeBundleTransfer(self._store)
 
     def build(self, payload: Payload) -> object:
-        return payload.fields
+        if payload.unit != "trajectory":
+            return payload.fields
+        # Dicts of one sample: a value must be a sequence of samples here.
+        return [{name: [value] for name, value in one.items()} for one in payload.each()]
 
     def put(self, value: object) -> object:
-        return export_dataproto_ref(self._transfer.put(value, type="dict"))
+        if isinstance(value, list):
+            return at_once(self._put, value)
+        return self._put(value)
+
+    def share(self, reference: object) -> object:
+        if isinstance(reference, list):
+            return [export_dataproto_ref(one) for one in reference]
+        return export_dataproto_ref(reference)
+
+    def receive(self, shared: object) -> object:
+        if isinstance(shared, list):
+            return [import_dataproto_ref(one) for one in shared]
+        return import_dataproto_ref(shared)
 
     def get(self, reference: object, layers: range | None) -> object:
-        return self._transfer.get(import_dataproto_ref(reference), type="dict")
+        if isinstance(reference, list):
+            return at_once(self._get, reference)
+        return self._get(reference)
 
     def rows(self, value: object) -> dict[str, object]:
+        if isinstance(value, list):
+            return {name: [one[name][0] for one in value] for name in value[0]}
         assert isinstance(value, dict)
         return {name: list(values) for name, values in value.items()}
 
-    def remove(self, reference: object) -> None:
-        for stage in import_dataproto_ref(reference).stage_refs.values():
-            self._transfer.remove_bundle(stage)
+    def remove(self, shared: object) -> None:
+        received = self.receive(shared)
+        for one in received if isinstance(received, list) else [received]:
+            for stage in one.stage_refs.values():
+                self._transfer.remove_bundle(stage)
+
+    def _put(self, value: object) -> object:
+        return self._transfer.put(value, type="dict")
+
+    def _get(self, reference: object) -> object:
+        return self._transfer.get(reference, type="dict")
 
     def close(self) -> None:
         self._store.close()

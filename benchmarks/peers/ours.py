@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,8 @@ from arrow_tq.trainer.batch import Batch
 from arrow_tq.trainer.data import Data
 from benchmarks import servers as processes
 from benchmarks.peers.payloads import Payload
+from benchmarks.peers.system import at_once
 
-WRITERS = 16
-"""Sessions written at a time, as so many rollouts that finish in the same moment."""
 PUTS_A_SESSION = {"chunks-40000x64": 1_000}
 """Samples that one session puts, one after the other, in its one step; elsewhere a session a sample."""
 
@@ -59,9 +57,15 @@ class ArrowTQEnd:
 
     def put(self, value: object) -> object:
         assert isinstance(value, Payload)
-        if "token_ids" not in value.fields:
+        if value.unit == "batch":
             return {"bundle": self._store.put_bundle(value.fields)}
         return self._put_sessions(value)
+
+    def share(self, reference: object) -> object:
+        return reference
+
+    def receive(self, shared: object) -> object:
+        return shared
 
     def get(self, reference: Any, layers: range | None) -> object:
         if "bundle" in reference:
@@ -78,10 +82,10 @@ class ArrowTQEnd:
         assert isinstance(value, dict)
         return value
 
-    def remove(self, reference: Any) -> None:
-        if "bundle" in reference:
-            self._store.delete_bundle(reference["bundle"])
-        elif (batch := self._batches.pop(reference["run"], None)) is not None:
+    def remove(self, shared: Any) -> None:
+        if "bundle" in shared:
+            self._store.delete_bundle(shared["bundle"])
+        elif (batch := self._batches.pop(shared["run"], None)) is not None:
             batch.release()
 
     def close(self) -> None:
@@ -104,9 +108,7 @@ class ArrowTQEnd:
                     start += len(rows)
             session.finalize()
 
-        with ThreadPoolExecutor(WRITERS) as pool:
-            for _ in pool.map(write, range(0, len(samples), puts)):
-                pass
+        at_once(write, range(0, len(samples), puts))
         return {"run": name, "lengths": None if puts == 1 else [len(rows) for _, rows in samples]}
 
 

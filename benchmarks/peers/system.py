@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from benchmarks.peers.payloads import Payload
 
+WRITERS = 16
+"""Trajectories that are put at a time, as so many rollouts that finish in the same moment."""
+
+One = TypeVar("One")
+Other = TypeVar("Other")
+
 
 class Endpoint(Protocol):
-    """One process's end of a system. What it gives away as a reference is JSON."""
+    """One process's end of a system.
+
+    A payload's ``unit`` says how it is put: whole, or each trajectory by itself.
+    """
 
     def build(self, payload: Payload) -> object:
         """The payload in the form that ``put`` takes; timed apart from it."""
@@ -19,17 +30,29 @@ class Endpoint(Protocol):
     def put(self, value: object) -> object:
         """Store it; the reference, once a consumer elsewhere can read it."""
 
+    def share(self, reference: object) -> object:
+        """The reference as JSON. Not timed: how it travels is another system's work."""
+
+    def receive(self, shared: object) -> object:
+        """The reference, at the consumer. Not timed."""
+
     def get(self, reference: object, layers: range | None) -> object:
         """The value. ``layers``: those alone, where the system can ask for a part."""
 
     def rows(self, value: object) -> dict[str, object]:
         """A list of rows a field; timed apart from ``get``."""
 
-    def remove(self, reference: object) -> None:
+    def remove(self, shared: object) -> None:
         """Free it."""
 
     def close(self) -> None:
         """Leave."""
+
+
+def at_once(work: Callable[[One], Other], values: Sequence[One]) -> list[Other]:
+    """The work on each value, ``WRITERS`` at a time; every system's trajectories are put like this."""
+    with ThreadPoolExecutor(WRITERS) as pool:
+        return list(pool.map(work, values))
 
 
 class System(Protocol):

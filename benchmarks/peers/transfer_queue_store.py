@@ -14,6 +14,7 @@ import transfer_queue
 from tensordict import TensorDict
 
 from benchmarks.peers.payloads import Payload
+from benchmarks.peers.system import at_once
 
 PARTITION = "bench"
 
@@ -22,15 +23,26 @@ class TransferQueueEnd:
     """A client of the controller."""
 
     def build(self, payload: Payload) -> object:
+        if payload.unit == "trajectory":
+            return [{name: torch.from_numpy(one[name]) for name in one} for one in payload.each()]
         columns = {name: _column(values) for name, values in payload.fields.items()}
         return TensorDict(columns, batch_size=payload.samples)
 
     def put(self, value: object) -> object:
-        assert isinstance(value, TensorDict)
         prefix = uuid.uuid4().hex[:8]
+        if isinstance(value, list):
+            at_once(lambda index: _put(f"{prefix}-{index}", value[index]), range(len(value)))
+            return {"prefix": prefix, "count": len(value)}
+        assert isinstance(value, TensorDict)
         keys = [f"{prefix}-{index}" for index in range(value.batch_size[0])]
         transfer_queue.kv_batch_put(keys=keys, partition_id=PARTITION, fields=value)
         return {"prefix": prefix, "count": len(keys)}
+
+    def share(self, reference: object) -> object:
+        return reference
+
+    def receive(self, shared: object) -> object:
+        return shared
 
     def get(self, reference: object, layers: range | None) -> object:
         return transfer_queue.kv_batch_get(keys=_keys(reference), partition_id=PARTITION)
@@ -39,11 +51,15 @@ class TransferQueueEnd:
         assert isinstance(value, TensorDict)
         return {str(name): [one.numpy() for one in value[name].unbind()] for name in value.keys()}  # noqa: SIM118
 
-    def remove(self, reference: object) -> None:
-        transfer_queue.kv_clear(keys=_keys(reference), partition_id=PARTITION)
+    def remove(self, shared: object) -> None:
+        transfer_queue.kv_clear(keys=_keys(shared), partition_id=PARTITION)
 
     def close(self) -> None:
         ray.shutdown()
+
+
+def _put(key: str, fields: dict[str, torch.Tensor]) -> None:
+    transfer_queue.kv_put(key=key, partition_id=PARTITION, fields=fields)
 
 
 def _keys(reference: Any) -> list[str]:

@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable
 from typing import TextIO, TypeVar
 
-from benchmarks.peers.payloads import Payload, build, difference
-from benchmarks.peers.system import Endpoint, load
+import numpy as np
+
+from benchmarks.peers.payloads import Payload, cut, difference, recipe
+from benchmarks.peers.system import SYSTEMS, Endpoint, load
 
 T = TypeVar("T")
 
@@ -23,8 +25,10 @@ T = TypeVar("T")
 class Worker:
     """Answers requests: ``put``, ``get``, ``remove``."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, layers: bool) -> None:
         self._endpoint = endpoint
+        self._layers = layers
+        """Whether it can be asked for some layers alone."""
         self._payload: Payload | None = None
 
     def answer(self, request: dict[str, object]) -> dict[str, object]:
@@ -33,8 +37,9 @@ class Worker:
         if verb == "prepare":
             self._payload = None
             gc.collect()
-            self._payload = build(str(request["payload"]))
-            return {"nbytes": self._payload.nbytes, "layers": self._payload.layers}
+            name = str(request["payload"])
+            self._payload = recipe(name).make(name, int(str(request["samples"])))
+            return {"nbytes": self._payload.nbytes}
         if verb == "put":
             return self._put()
         if verb == "get":
@@ -47,16 +52,23 @@ class Worker:
         payload = self._payload
         value, build_s = timed(lambda: self._endpoint.build(payload))
         reference, put_s = timed(lambda: self._endpoint.put(value))
-        return {"reference": reference, "build_s": build_s, "put_s": put_s}
+        return {"reference": self._endpoint.share(reference), "build_s": build_s, "put_s": put_s}
 
     def _get(self, request: dict[str, object]) -> dict[str, object]:
         assert self._payload is not None
-        wanted = request.get("layers")
-        layers = range(*wanted) if isinstance(wanted, list) else None
-        value, get_s = timed(lambda: self._endpoint.get(request["reference"], layers))
-        rows, rows_s = timed(lambda: self._endpoint.rows(value))
-        wrong = difference(self._payload, rows, layers) if request["check"] else None
-        return {"get_s": get_s, "rows_s": rows_s, "wrong": wrong}
+        part = self._payload.part
+        reference = self._endpoint.receive(request["reference"])
+        value, get_s = timed(lambda: self._endpoint.get(reference, part if self._layers else None))
+        rows, rows_s = timed(lambda: self._rows(value))
+        return {"get_s": get_s, "rows_s": rows_s, "wrong": difference(self._payload, rows)}
+
+    def _rows(self, value: object) -> dict[str, object]:
+        """Rows; of a system that has given all layers those that were wanted."""
+        rows = self._endpoint.rows(value)
+        if self._payload is None or self._payload.part is None or self._layers:
+            return rows
+        layers = self._payload.part
+        return {name: [cut(np.asarray(one), layers) for one in values] for name, values in rows.items()}  # type: ignore[attr-defined]
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
@@ -75,7 +87,7 @@ def main() -> None:
     system, role, address = sys.argv[1:4]
     replies = _own_stdout()
     with contextlib.closing(load(system).join(address, role)) as endpoint:
-        worker = Worker(endpoint)
+        worker = Worker(endpoint, SYSTEMS[system].layers)
         print(json.dumps({"ready": True}), file=replies, flush=True)
         for line in sys.stdin:
             try:
