@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field as slot
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,8 +110,14 @@ class Grants:
             lease_s=LEASE_S,
         )
 
-    def adopt(self, command: AdoptChunks, field: Field, info: RunInfo) -> list[dict[str, object] | None]:
+    def adopt(
+        self, command: AdoptChunks, field: Field, info_at: Callable[[int], RunInfo], number: int
+    ) -> list[dict[str, object] | None]:
         """Believe chunks of a grant, each by itself; None for each that is stored, its error otherwise.
+
+        Args:
+            info_at: the run's declaration, as new as a chunk's epoch.
+            number: of the shard that this is.
 
         Raises:
             NotFound: the grant has ended, or is another process's.
@@ -128,7 +134,7 @@ class Grants:
             good: list[tuple[ChunkId, Entry]] = []
             for told in command.chunks:
                 try:
-                    located = self._check(grant, told, field, info)
+                    located = self._check(grant, told, field, info_at, number)
                 except ArrowTQError as error:
                     errors.append(error.to_wire())
                     continue
@@ -223,14 +229,21 @@ class Grants:
         return grant
 
     def _check(
-        self, grant: Grant, told: AdoptedChunk, field: Field, info: RunInfo
+        self,
+        grant: Grant,
+        told: AdoptedChunk,
+        field: Field,
+        info_at: Callable[[int], RunInfo],
+        number: int,
     ) -> tuple[ChunkId, Entry] | None:
         """The entry of a chunk that is whole and right; None where it is stored already."""
         header = ChunkHeader.from_bytes(told.header.encode())
         extent, key = grant.extent, grant.extent.key
         what = f"chunk {header.id}"
         stream = PutStream(run=key.run, field=key.field, group=key.group)
-        check_header(what, stream, field, info, header)
+        check_header(what, stream, field, info_at(header.epoch), header)
+        if header.chunk_id.shard != number:
+            raise MalformedMessage(f"{what}: of shard {header.chunk_id.shard}, this is shard {number}")
         raw = told.header.encode()
         if header.token or raw != header.to_bytes():
             raise MalformedMessage(f"{what}: its header is not in the form that is stored")

@@ -12,7 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 from arrow_tq import errors, fields
 from arrow_tq.backend import Read, Rows
-from arrow_tq.client.cluster import after, choose
+from arrow_tq.client.placement import choose
+from arrow_tq.client.shard_client import after
 from arrow_tq.client.shard_reads import Reader, no_such_shard, read_shards, shard_numbers, unreadable
 from arrow_tq.store.cluster import outbox
 from arrow_tq.store.cluster.outbox import Outbox

@@ -12,6 +12,8 @@ from arrow_tq_schemas.errors import ArrowTQError, DeadlineExceeded, InternalErro
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PROOF_CHARS = 32
+SOON_S = 3.0
+"""Deadline of what only saves time: a server that does not answer so soon is spoken to by the wire."""
 Body = TypeVar("Body", bound=Wire)
 
 
@@ -47,11 +49,11 @@ class Host:
             self.forget(proof)
         return stale
 
-    def ask(self, command: Command, kind: type[Body]) -> tuple[Body, Reply]:
-        """The reply to a command; raises its error."""
+    def ask(self, command: Command, kind: type[Body], deadline_s: float | None = None) -> tuple[Body, Reply]:
+        """The reply to a command, within ``deadline_s`` if that is given; raises its error."""
         connection = self._connection
         raw = command.model_dump_json().encode()
-        deadline_s = connection.options.action_s
+        deadline_s = min(deadline_s or connection.options.action_s, connection.options.action_s)
         answer = connection.retrying(lambda: connection.action(command.verb, raw, deadline_s))
         reply = unpack_reply(command, answer)
         if not isinstance(reply.body, kind):
@@ -63,7 +65,7 @@ class Host:
         if not self._connection.options.same_host or not BOOT_ID.exists():
             return True, None
         try:
-            info, _ = self.ask(FindHost(), HostInfo)
+            info, _ = self.ask(FindHost(), HostInfo, SOON_S)
         except (Unavailable, DeadlineExceeded):
             # The wire says so better, by the call that matters.
             return False, None

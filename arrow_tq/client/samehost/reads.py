@@ -36,7 +36,6 @@ class HostReads:
     Attributes:
         reads: answered from mapped extents.
         read_bytes: payload that they gave.
-        wire_reads: left to the wire.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -47,7 +46,6 @@ class HostReads:
         self._layouts: dict[tuple[str, str, int], ColumnLayout] = {}
         self.reads = 0
         self.read_bytes = 0
-        self.wire_reads = 0
 
     @property
     def mapped_extents(self) -> int:
@@ -62,7 +60,6 @@ class HostReads:
         ids = [chunk_id.sibling(request.group) for chunk_id in chunk_ids(request.spans)]
         chunks = self._chunks(request, list(dict.fromkeys(ids)))
         if chunks is None:
-            self.wire_reads += 1
             return None
         self.reads += 1
         return self._rows(request, ids, chunks)

@@ -31,16 +31,21 @@ Held = list[tuple[Writer, Granted, Reserved]]
 
 
 class HostWrites:
-    """Implements ``Placer`` for a client on the server's machine. Thread-safe.
+    """Implements ``Placer`` for a client on the machine of one server. Thread-safe.
+
+    Args:
+        puts: the way of everybody else, for what could not be adopted.
+        catalog: where chunks are dropped; None: the server itself.
 
     Attributes:
         puts: chunks written this way.
         put_bytes: their payload.
     """
 
-    def __init__(self, connection: Connection, host: Host, puts: Puts) -> None:
+    def __init__(self, connection: Connection, host: Host, puts: Puts, catalog: Host | None = None) -> None:
         options = connection.options
         self._host = host
+        self._catalog = catalog or host
         self._idle_s = options.stream_idle_s
         self._room = Room(options.put_inflight_bytes_max, options.put_room_s)
         self._lock = threading.Lock()
@@ -50,7 +55,7 @@ class HostWrites:
         self.puts = 0
         self.put_bytes = 0
 
-    def reserve(self, field: Field, run: str, rows: int, header_bytes: int) -> HostPlace | None:
+    def reserve(self, field: Field, run: str, rows: int, header_bytes: int, shard: int) -> HostPlace | None:
         if self._host.proof() is None:
             return None
         size = rows * field.row_bytes
@@ -71,7 +76,7 @@ class HostWrites:
                     break
                 held.append((writer, *found))
             else:
-                return HostPlace(self, held, size)
+                return HostPlace(self, held, size, shard)
         except BaseException:
             self._let_go(held, size)
             raise
@@ -97,7 +102,7 @@ class HostWrites:
                 continue
         names = [item.header.chunk_id.hex for item in items]
         try:
-            self._host.ask(DropChunks(run=run, chunk_ids=names), Done)
+            self._catalog.ask(DropChunks(run=run, chunk_ids=names), Done)
         except ArrowTQError:
             # Nothing attached them: the store reaps them itself.
             return
@@ -181,7 +186,8 @@ class HostWrites:
 class HostPlace:
     """Implements ``Place`` over granted files, the locks of their writers held."""
 
-    def __init__(self, writes: HostWrites, held: Held, size: int) -> None:
+    def __init__(self, writes: HostWrites, held: Held, size: int, shard: int) -> None:
+        self.shard = shard
         self._writes = writes
         self._held = held
         self._size = size
