@@ -14,6 +14,7 @@ from arrow_tq import errors, fields
 from arrow_tq.client import ClientOptions
 from arrow_tq.interface import Store
 from arrow_tq.testing.bundles import same
+from tests.cluster.living import Living
 from tests.cluster.namespaces import Net, why_not
 from tests.cluster.test_cluster_bundles import shard_of
 from tests.cluster.test_cluster_faults import (
@@ -86,8 +87,10 @@ def test_a_shard_is_cut_off_and_comes_back(tmp_path: Path, net: Net) -> None:
         try:
             load.goes_on()
             for index, number in enumerate(site.numbers[:2]):
-                cut(store, site, net, index, bundles)
-                load.goes_on()
+                living = [one for one in site.shards if one is not site.shards[index]]
+                with Living([site.catalog, *living]):
+                    cut(store, site, net, index, bundles)
+                    load.goes_on()
                 net.plug(index)
                 readable_again(run, f"on-{number}")
                 for other in site.numbers:
