@@ -32,6 +32,8 @@ ASK_FIRST_S, ASK_AGAIN_S = 10.0, 2.0
 """Deadline of asking for the map; where one is known, nobody waits long for a newer one."""
 HOLD_OFF_S = 2.0
 """How long a catalog that did not answer is not asked for it again."""
+OUT_OF_REACH = (Unavailable, Unreachable, DeadlineExceeded)
+"""These types themselves: kinds of them are what a shard says about chunks."""
 AskMap = Callable[[float], ClusterMap]
 Connect = Callable[[str], Connection]
 
@@ -150,8 +152,25 @@ class Cluster:
     def reader(self, number: int) -> Reader:
         """See ``shard_reads.Shards``."""
         if number == OWN_NUMBER:
-            return self._main.read
+            return self._main.read_by_wire
         return lambda request: self._read(number, request)
+
+    def views(self, number: int, request: Read) -> Iterator[Rows] | None:
+        """See ``shard_reads.Shards``."""
+        client = self._main if number == OWN_NUMBER else self._client(number)
+        entry = self.map().shard(number)
+        if client is None or not client.near or self._suspects.get(number, 0.0) > time.monotonic():
+            return None
+        if entry is None or not entry.up:
+            return None
+        try:
+            return client.host.read(request)
+        except (Unavailable, DeadlineExceeded) as error:
+            if type(error) not in OUT_OF_REACH:
+                # The shard's own words, such as ChunkPending.
+                raise
+        # It says so, or answers after all, where its rows are asked for.
+        return None
 
     def is_down(self, number: int) -> str | None:
         """See ``shard_reads.Shards``."""
@@ -214,15 +233,15 @@ class Cluster:
         yield from self._read_there(number, client, after(request, seen))
 
     def _read_there(self, number: int, client: ShardClient, request: Read) -> Iterator[Rows]:
-        """From the shard itself, around the wire if it can be; once more where it moved meanwhile."""
+        """From the shard itself; once more where it moved meanwhile."""
         seen = 0
         try:
-            for rows in client.read(request):
+            for rows in client.read_by_wire(request):
                 seen += len(rows.values)
                 yield rows
             return
         except (Unavailable, DeadlineExceeded) as error:
-            if type(error) not in (Unavailable, Unreachable, DeadlineExceeded):
+            if type(error) not in OUT_OF_REACH:
                 # The shard's own words, such as ChunkPending.
                 raise
             failure = error.message
@@ -231,7 +250,7 @@ class Cluster:
         if moved is None or moved is client:
             raise unreadable(number, client.url, request, failure)
         try:
-            yield from moved.read(after(request, seen))
+            yield from moved.read_by_wire(after(request, seen))
         except Unavailable as error:
             raise unreadable(number, moved.url, request, error.message) from None
 

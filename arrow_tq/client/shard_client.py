@@ -115,6 +115,9 @@ class WatchedPut:
             try:
                 self._handle.wait(max(0.0, min(left_s, STALL_S)))
             except DeadlineExceeded:
+                if self._handle.settled:
+                    # Its own error, from a call that took too long.
+                    raise
                 where = self._watcher.is_down(self._number)
                 if where is not None:
                     raise Unreachable(

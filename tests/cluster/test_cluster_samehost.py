@@ -19,7 +19,9 @@ from arrow_tq.client import ClientOptions
 from arrow_tq.interface import Store
 from arrow_tq.runs import Run
 from arrow_tq.testing.scenes import wait_until
+from arrow_tq.trainer.batch import Batch
 from arrow_tq_schemas.commands import GetStats, Stats
+from tests.cluster.test_cluster import read_of
 from tests.clusters import Cluster
 
 EXPERTS = fields.routed_experts(4, 2, 200)
@@ -64,8 +66,7 @@ def write(run: Run, seed: int, shard: int | None = None) -> None:
     session.finalize()
 
 
-def check(store: Store, run: Run, ref: str, seeds: list[int]) -> None:
-    batch = store.run(run.name).attach(ref, 0, 1)
+def check(batch: Batch, seeds: list[int]) -> None:
     data = batch.fetch(["token_ids", "routed_experts", "grouped"])
     for index, name in enumerate(batch.table["session_id"].to_pylist()):
         seed = int(name.split("-")[1])
@@ -81,10 +82,6 @@ def figures(cluster: Cluster, index: int) -> dict[str, float]:
         return ask(shard._backend, GetStats(), Stats).values
 
 
-def chunks_in(run: Run) -> int:
-    return sum(run.sql("SELECT count(*) FROM chunks").column(0).to_pylist())
-
-
 def test_every_shard_is_written_and_read_without_the_wire(cluster: Cluster, store: Store, run: Run) -> None:
     before = [figures(cluster, index) for index in range(3)]
     seeds = list(range(12))
@@ -98,15 +95,16 @@ def test_every_shard_is_written_and_read_without_the_wire(cluster: Cluster, stor
     ]
     assert min(adopted) > 0 and sum(adopted) == stats["client_host_puts"] > 3 * 12 * 5
     batch = run.claim(100)
-    check(store, run, batch.ref, seeds)
+    check(batch, seeds)
     stats = store.stats()
     assert stats["client_host_reads"] > 0 and stats["client_wire_reads"] == 0
     assert stats["client_host_mapped_extents"] >= 9, "of three shards and three fields"
     with arrow_tq.connect(cluster.url, options=WIRE) as wired:
-        check(wired, run, batch.ref, seeds)
+        attached = wired.run(run.name).attach(batch.ref, 0, 1)
+        check(attached, seeds)
         stats = wired.stats()
         assert stats["client_host_reads"] == 0 and stats["client_wire_reads"] > 0
-    batch.release()
+        attached.release()
 
 
 def test_what_just_committed_is_read_at_once(store: Store, run: Run) -> None:
@@ -114,10 +112,9 @@ def test_what_just_committed_is_read_at_once(store: Store, run: Run) -> None:
     for seed in range(5):
         session = run.session(f"s-{seed:02}")
         with session.step() as step:
-            step.put("token_ids", np.arange(100) + seed, start=0)
-        (column,) = run.table([f"s-{seed:02}~0"], fields=["token_ids"])["token_ids"].to_pylist() or [None]
-        np.testing.assert_array_equal(column, np.arange(100) + seed)
-        session.finalize()
+            receipt = step.put("token_ids", np.arange(100) + seed, start=0)
+        (rows,) = run.backend.read(read_of(run, "token_ids", receipt.spans()))
+        np.testing.assert_array_equal(rows.values, np.arange(100) + seed)
     assert store.stats()["client_wire_reads"] == 0
 
 
@@ -136,7 +133,7 @@ def test_a_value_out_of_range_leaves_nothing_on_a_shard(cluster: Cluster, store:
 def test_what_was_released_is_let_go(store: Store, run: Run) -> None:
     write(run, 1)
     batch = run.claim(1)
-    check(store, run, batch.ref, [1])
+    check(batch, [1])
     batch.release()
     with pytest.raises(errors.ChunkReleased):
         run.table(["s-01"], fields=["token_ids"])
@@ -151,7 +148,7 @@ def test_an_epoch_that_advanced_is_known_to_every_shard(cluster: Cluster, store:
         later.chunk_bytes = 4096
         write(later, 2)
         assert other.stats()["client_host_puts"] > 0
-        check(other, later, later.claim(2).ref, [1, 2])
+        check(later.claim(2), [1, 2])
     with pytest.raises(errors.StaleEpoch):
         write(run, 3)
 
@@ -161,7 +158,7 @@ def test_shards_that_say_they_are_elsewhere_are_reached_by_wire(tmp_path: Path) 
         run = store.run("r", fields=FIELDS)
         for seed in range(4):
             write(run, seed)
-        check(store, run, run.claim(10).ref, list(range(4)))
+        check(run.claim(10), list(range(4)))
         stats = store.stats()
         assert stats["client_host_puts"] == stats["client_host_reads"] == 0
         assert stats["client_wire_reads"] > 0
@@ -187,7 +184,7 @@ def test_a_shard_that_stands_still_costs_no_more_than_by_wire(tmp_path: Path) ->
         write(run, 4)
         pair.shards[0].process.send_signal(signal.SIGCONT)
         pair.wait()
-        check(store, run, run.claim(10).ref, [1, 4])
+        check(run.claim(10), [1, 4])
 
 
 def test_a_shard_that_was_killed_is_written_in_place_again(tmp_path: Path) -> None:
@@ -202,7 +199,7 @@ def test_a_shard_that_was_killed_is_written_in_place_again(tmp_path: Path) -> No
         before = store.stats()["client_host_puts"]
         wait_until(lambda: _writes(run, 2, number), 30)
         assert store.stats()["client_host_puts"] > before > 0, "what was counted stays counted"
-        check(store, run, run.claim(10).ref, [1, 2])
+        check(run.claim(10), [1, 2])
         assert store.stats()["client_wire_reads"] == 0
 
 

@@ -105,6 +105,10 @@ class FarPlaces:
     def reader(self, number: int) -> Reader:
         return self._own if number == OWN_NUMBER else lambda request: self._far(number, request)
 
+    def views(self, number: int, request: Read) -> Iterator[Rows] | None:
+        """This process's own shard is read in place; of others nothing is mapped here."""
+        return self._own(request) if number == OWN_NUMBER else None
+
     def is_down(self, number: int) -> str | None:
         member = self._links.map.member(number)
         return None if member is None or self._links.map.is_up(number) else member.server.url
