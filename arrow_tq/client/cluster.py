@@ -25,6 +25,9 @@ MAP_S = 2.0
 """Age at which the map of a cluster is asked again when a new chunk is placed."""
 ALONE_S = 30.0
 """The same where there is one shard."""
+PLACING_S = 0.05
+"""How long one shard gets all new chunks of this client."""
+GOLDEN = (5**0.5 - 1) / 2
 SUSPECT_S = 5.0
 """How long a shard gets no new chunks after a call to it failed."""
 OWN_NUMBER = 0
@@ -60,6 +63,9 @@ class Cluster:
         self._counted: Counter[str] = Counter()
         """By clients of servers that were replaced."""
         self._host = boot_id()
+        self._placing: tuple[int, ClusterMap | None, float] = (OWN_NUMBER, None, 0.0)
+        self._chance = random.random()
+        """Stepped by the golden ratio: shares of the free bytes are then kept within few turns."""
 
     @property
     def is_alone(self) -> bool:
@@ -100,21 +106,32 @@ class Cluster:
             return
 
     def place(self) -> int:
-        """The shard for a new chunk: one on this host if there is any, by free bytes.
+        """The shard for a new chunk: on this host if one is, by free bytes; for a moment the same.
+
+        What many threads write at a time then goes to one shard, which takes it in few calls, and a commit
+        has few shards to ask.
 
         Raises:
             Unavailable: none is up; retryable.
         """
-        known = self.map()
+        known, now = self.map(), time.monotonic()
+        number, of_map, until = self._placing
+        if of_map is known and now < until and self._suspects.get(number, 0.0) < now:
+            return number
+        number = self._choose(known, now)
+        self._placing = number, known, now + PLACING_S
+        return number
+
+    def _choose(self, known: ClusterMap, now: float) -> int:
         shards = known.shards
         if not known.version or (shards and self.is_alone):
             return OWN_NUMBER
-        now = time.monotonic()
         able = [one for one in shards if one.up and one.takes_new]
         if not able:
             raise Unavailable(f"no shard of the cluster at {self._main.url} is up: try again")
         trusted = [one for one in able if self._suspects.get(one.number, 0.0) < now]
-        return choose(trusted or able, self._host, random.random())
+        self._chance = (self._chance + GOLDEN) % 1.0
+        return choose(trusted or able, self._host, self._chance)
 
     # -- writing -------------------------------------------------------------------------------
 
