@@ -17,7 +17,7 @@ from arrow_tq.client.puts import Puts
 from arrow_tq.client.reads import read
 from arrow_tq.client.samehost import HostReads, HostWrites
 from arrow_tq.client.samehost.host import Host
-from arrow_tq_schemas.errors import DeadlineExceeded, Unreachable
+from arrow_tq_schemas.errors import DeadlineExceeded, StoreFull, Unreachable
 
 STALL_S = 2.0
 """After so long without an ack it is asked whether the shard is still up."""
@@ -92,7 +92,7 @@ class Watcher(Protocol):
         """Where the shard was, if it is known to be down now; None: it may still answer."""
 
     def suspect(self, number: int) -> None:
-        """A call to it failed: no new chunks go there for a while."""
+        """A call to it failed, or it is full: no new chunks go there for a while."""
 
 
 class WatchedPut:
@@ -108,6 +108,7 @@ class WatchedPut:
 
         Raises:
             Unreachable: the shard is down; names it. Whether its chunks are stored is not known.
+            StoreFull: it has no room; the next chunks go elsewhere.
         """
         until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -125,7 +126,8 @@ class WatchedPut:
                     ) from None
                 if left_s <= STALL_S:
                     raise
-            except Unreachable:
+            except (Unreachable, StoreFull):
+                # Another one may have room, and is tried first.
                 self._watcher.suspect(self._number)
                 raise
             else:

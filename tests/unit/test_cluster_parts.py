@@ -281,17 +281,28 @@ def test_a_dead_shard_s_chunks_are_named_and_no_others() -> None:
 class Up:
     """Implements ``Watcher``: every shard is up."""
 
+    def __init__(self) -> None:
+        self.suspects: list[int] = []
+
     def is_down(self, number: int) -> str | None:
         return None
 
     def suspect(self, number: int) -> None:
-        raise AssertionError(f"shard {number} is up")
+        self.suspects.append(number)
 
 
 def test_a_put_whose_call_took_too_long_ends_with_that() -> None:
     handle = PendingPut(1)
     handle.settle(errors.DeadlineExceeded("adopt: no answer"))
-    began = time.monotonic()
+    began, watcher = time.monotonic(), Up()
     with pytest.raises(errors.DeadlineExceeded, match="no answer"):
-        WatchedPut(Up(), 1, handle).wait(None)
-    assert time.monotonic() - began < 1
+        WatchedPut(watcher, 1, handle).wait(None)
+    assert time.monotonic() - began < 1 and not watcher.suspects
+
+
+def test_a_shard_that_is_full_gets_nothing_for_a_while() -> None:
+    handle, watcher = PendingPut(1), Up()
+    handle.settle(errors.StoreFull("no room"))
+    with pytest.raises(errors.StoreFull):
+        WatchedPut(watcher, 3, handle).wait(None)
+    assert watcher.suspects == [3]
