@@ -127,11 +127,12 @@ class Place(Protocol):
 class Placer(Protocol):
     """Stores rows without a copy of their own: whoever converts them writes them where they will stay."""
 
-    def reserve(self, field: Field, run: str, rows: int, header_bytes: int) -> Place | None:
+    def reserve(self, field: Field, run: str, rows: int, header_bytes: int, shard: int) -> Place | None:
         """Room for a chunk a layer group; None: put them the other way (``Backend.put``).
 
         Args:
             header_bytes: length of each ``Header.raw``.
+            shard: the one that the chunks' ids will name.
 
         Raises:
             StoreFull: no room; nothing is held.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import commits, composing, handles, memory, plots, replay, samehost, wire
+from benchmarks import commits, composing, handles, memory, plots, replay, samehost, shards, wire
 from benchmarks.report import Row, joined, machine, read, show, stop_cleanly, write
 from benchmarks.sizes import FULL, SMOKE
 
@@ -14,6 +14,7 @@ SUITES = {
     "wire": wire.rows,
     "samehost": samehost.rows,
     "commits": commits.rows,
+    "shards": shards.rows,
     "handles": handles.rows,
     "composing": composing.rows,
     "replay": replay.rows,

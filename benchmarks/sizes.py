@@ -25,6 +25,9 @@ class Sizes:
     clients: int
     commits: int
     """Step commits per client and round."""
+    shard_sessions: int
+    """Of one batch, four turns each."""
+    shard_turn_tokens: int
     handles: int
     """Handles expanded, and grouped, in one call."""
     spans: int
@@ -52,6 +55,8 @@ FULL = Sizes(
     wire_pieces=12,
     clients=64,
     commits=100,
+    shard_sessions=64,
+    shard_turn_tokens=512,
     handles=10_000_000,
     spans=1_000_000,
     long_tokens=39_600,
@@ -69,6 +74,8 @@ SMOKE = Sizes(
     wire_pieces=2,
     clients=4,
     commits=5,
+    shard_sessions=2,
+    shard_turn_tokens=8,
     handles=10_000,
     spans=1_000,
     long_tokens=240,

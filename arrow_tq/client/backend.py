@@ -17,13 +17,11 @@ import pyarrow as pa
 from arrow_tq.backend import Placer, PutHandle, Read, Rows, copying_threads
 from arrow_tq.client.address import check_token, check_url
 from arrow_tq.client.bundles import FlightBundleWriter, Staging
-from arrow_tq.client.cluster import Cluster
+from arrow_tq.client.cluster import OWN_NUMBER, Cluster
 from arrow_tq.client.commits import Commits
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.options import ClientOptions
-from arrow_tq.client.puts import Puts
-from arrow_tq.client.reads import read
-from arrow_tq.client.samehost import HostReads, HostWrites
+from arrow_tq.client.shard_client import ShardClient
 from arrow_tq.client.shard_reads import read_shards, shard_numbers
 from arrow_tq.client.tls import Tls
 from arrow_tq_schemas.chunks import Chunk
@@ -65,16 +63,15 @@ class Link:
 
     def __init__(self, url: str, token: str | None, options: ClientOptions, tls: Tls | None) -> None:
         self.connection = Connection(url, token, options, tls)
-        self.puts = Puts(self.connection)
         self.commits = Commits(self.connection)
-        self.host = HostReads(self.connection)
-        self.writes = HostWrites(self.connection, self.host.host, self.puts, self.commits)
+        self.main = ShardClient(OWN_NUMBER, 0, self.connection, near=True, adopt=self.commits.ask_many)
+        self.writes = self.main.writes
         self.staging = Staging(options.bundle_staging_bytes_max)
 
         def connect(shard_url: str) -> Connection:
             return Connection(shard_url, token, options, tls if shard_url.startswith("grpc+tls:") else None)
 
-        self.cluster = Cluster(self._ask_map, connect, self.connection, self.puts)
+        self.cluster = Cluster(self._ask_map, connect, self.main)
 
     def _ask_map(self, deadline_s: float) -> ClusterMap:
         command = GetCluster()
@@ -86,11 +83,10 @@ class Link:
     def close(self, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
         self.cluster.close(timeout_s)
-        self.writes.close(timeout_s)
-        self.puts.close(until - time.monotonic())
+        # What was written in place is adopted on the commit stream.
+        self.main.writes.close(max(until - time.monotonic(), 0.0))
         self.commits.close(until - time.monotonic())
-        self.host.close()
-        self.connection.renew()
+        self.main.close(max(until - time.monotonic(), 0.0))
 
 
 class FlightBackend:
@@ -140,8 +136,7 @@ class FlightBackend:
     @property
     def placer(self) -> Placer | None:
         link = self._link()
-        # What it places goes to the server itself, not to one of many shards.
-        return link.writes if link.cluster.is_alone else None
+        return link.writes if link.cluster.is_alone else link.cluster
 
     def shard(self) -> int:
         return self._link().cluster.place()
@@ -149,14 +144,9 @@ class FlightBackend:
     def counters(self) -> dict[str, float]:
         """What this client counts: puts that waited for room, for how long, and bytes in flight now."""
         link = self._link()
-        host, writes, puts = link.host, link.writes, link.cluster.all_puts()
+        puts = link.cluster.all_puts()
         return {
-            "host_puts": writes.puts,
-            "host_put_bytes": writes.put_bytes,
-            "host_reads": host.reads,
-            "host_read_bytes": host.read_bytes,
-            "host_mapped_extents": host.mapped_extents,
-            "wire_reads": host.wire_reads,
+            **link.cluster.counters(),
             "put_waits": sum(one.waits for one in puts),
             "put_waited_s": sum(one.waited_s for one in puts),
             "put_in_flight_bytes": sum(one.in_flight_bytes for one in puts),
@@ -188,7 +178,7 @@ class FlightBackend:
     def read(self, request: Read) -> Iterator[Rows]:
         link = self._link()
         if not shard_numbers(request.spans).any():
-            return link.host.read(request) or read(link.connection, request)
+            return link.main.read(request)
         return read_shards(link.cluster, request)
 
     @property
@@ -198,7 +188,7 @@ class FlightBackend:
     @property
     def reads_at_once(self) -> int:
         link = self._link()
-        return copying_threads() if link.cluster.is_alone and link.host.host.proof() is not None else 1
+        return copying_threads() if link.cluster.is_alone and link.main.host.host.proof() is not None else 1
 
     def bundle_writer(self, run: RunInfo) -> FlightBundleWriter:
         link, options = self._link(), self._options
@@ -282,12 +272,10 @@ class FlightBackend:
             return
         link = self._links.pop(os.getpid(), None)
         if link is not None:
-            link.writes.close(self._options.fork_wait_s / 2)
-            link.puts.finish(self._options.fork_wait_s / 2)
-            link.cluster.finish(max(until - time.monotonic(), 0.0) / 2)
-            link.commits.finish(until - time.monotonic())
-            link.host.close()
-            link.connection.renew()
+            link.cluster.finish(self._options.fork_wait_s / 2)
+            link.main.writes.close(self._options.fork_wait_s / 2)
+            link.commits.finish(max(until - time.monotonic(), 0.0))
+            link.main.finish(max(until - time.monotonic(), 0.0))
             del link
             # Errors that are still around may hold the connection in a cycle.
             gc.collect()

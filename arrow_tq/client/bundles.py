@@ -118,7 +118,9 @@ class FlightBundleWriter:
         if self._placer is None:
             return None
         # As long with any other checksum: the values come first, and are hashed where they lie.
-        place = self._placer.reserve(BUNDLE_FIELD, header.run, header.rows, len(header.to_bytes()))
+        place = self._placer.reserve(
+            BUNDLE_FIELD, header.run, header.rows, len(header.to_bytes()), header.chunk_id.shard
+        )
         if place is None:
             return None
         try:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
-
-from arrow_tq.backend import PutHandle, Read, Rows
+from arrow_tq.backend import Place, PutHandle, Read, Rows
 from arrow_tq.client.connection import Connection
-from arrow_tq.client.pending import JoinedPuts, PendingPut
+from arrow_tq.client.pending import JoinedPuts
+from arrow_tq.client.placement import boot_id, choose, is_on
 from arrow_tq.client.puts import Puts
-from arrow_tq.client.reads import read
+from arrow_tq.client.samehost.writes import HostPlace
+from arrow_tq.client.shard_client import ShardClient, WatchedPut, after
 from arrow_tq.client.shard_reads import Reader, no_such_shard, unreadable
 from arrow_tq_schemas.chunks import Chunk
-from arrow_tq_schemas.cluster import ClusterMap, ShardEntry
+from arrow_tq_schemas.cluster import ClusterMap
 from arrow_tq_schemas.errors import ArrowTQError, DeadlineExceeded, Unavailable, Unreachable
 from arrow_tq_schemas.fields import Field
 
@@ -26,51 +25,47 @@ MAP_S = 2.0
 """Age at which the map of a cluster is asked again when a new chunk is placed."""
 ALONE_S = 30.0
 """The same where there is one shard."""
+PLACING_S = 0.05
+"""How long one shard gets all new chunks of this client."""
+GOLDEN = (5**0.5 - 1) / 2
 SUSPECT_S = 5.0
 """How long a shard gets no new chunks after a call to it failed."""
-STALL_S = 2.0
 OWN_NUMBER = 0
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 ASK_FIRST_S, ASK_AGAIN_S = 10.0, 2.0
 """Deadline of asking for the map; where one is known, nobody waits long for a newer one."""
 HOLD_OFF_S = 2.0
 """How long a catalog that did not answer is not asked for it again."""
+OUT_OF_REACH = (Unavailable, Unreachable, DeadlineExceeded)
+"""These types themselves: kinds of them are what a shard says about chunks."""
 AskMap = Callable[[float], ClusterMap]
 Connect = Callable[[str], Connection]
 
 
-class ShardClient:
-    """Connection and put streams of one server of a shard."""
-
-    def __init__(self, entry: ShardEntry, connection: Connection) -> None:
-        self.number = entry.number
-        self.epoch = entry.epoch
-        self.url = connection.url
-        self.connection = connection
-        self.puts = Puts(connection)
-
-
 class Cluster:
-    """The shards behind one address. Thread-safe.
+    """The shards behind one address, and a ``Placer`` over those on this machine. Thread-safe.
 
     Args:
         ask_map: gets the map from the catalog, within so many seconds.
         connect: a connection to a URL, not yet connected.
-        main: connection and puts of the address itself, which holds shard 0 where it holds any.
+        main: what is open to the address itself, which holds shard 0 where it holds any.
     """
 
-    def __init__(self, ask_map: AskMap, connect: Connect, main: Connection, main_puts: Puts) -> None:
+    def __init__(self, ask_map: AskMap, connect: Connect, main: ShardClient) -> None:
         self._ask_map = ask_map
         self._connect = connect
         self._main = main
-        self._main_puts = main_puts
         self._lock = threading.Lock()
         self._map: ClusterMap | None = None
         self._alone = True
         self._asked_at = self._hold_off_until = float("-inf")
         self._clients: dict[int, ShardClient] = {}
         self._suspects: dict[int, float] = {}
+        self._counted: Counter[str] = Counter()
+        """By clients of servers that were replaced."""
         self._host = boot_id()
+        self._placing: tuple[int, ClusterMap | None, float] = (OWN_NUMBER, None, 0.0)
+        self._chance = random.random()
+        """Stepped by the golden ratio: shares of the free bytes are then kept within few turns."""
 
     @property
     def is_alone(self) -> bool:
@@ -111,21 +106,32 @@ class Cluster:
             return
 
     def place(self) -> int:
-        """The shard for a new chunk: one on this host if there is any, by free bytes.
+        """The shard for a new chunk: on this host if one is, by free bytes; for a moment the same.
+
+        What many threads write at a time then goes to one shard, which takes it in few calls, and a commit
+        has few shards to ask.
 
         Raises:
             Unavailable: none is up; retryable.
         """
-        known = self.map()
+        known, now = self.map(), time.monotonic()
+        number, of_map, until = self._placing
+        if of_map is known and now < until and self._suspects.get(number, 0.0) < now:
+            return number
+        number = self._choose(known, now)
+        self._placing = number, known, now + PLACING_S
+        return number
+
+    def _choose(self, known: ClusterMap, now: float) -> int:
         shards = known.shards
         if not known.version or (shards and self.is_alone):
             return OWN_NUMBER
-        now = time.monotonic()
         able = [one for one in shards if one.up and one.takes_new]
         if not able:
             raise Unavailable(f"no shard of the cluster at {self._main.url} is up: try again")
         trusted = [one for one in able if self._suspects.get(one.number, 0.0) < now]
-        return choose(trusted or able, self._host, random.random())
+        self._chance = (self._chance + GOLDEN) % 1.0
+        return choose(trusted or able, self._host, self._chance)
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -139,19 +145,49 @@ class Cluster:
 
     def _put(self, number: int, field: Field, chunks: Sequence[Chunk]) -> PutHandle:
         if number == OWN_NUMBER:
-            return self._main_puts.put(field, chunks)
+            return self._main.puts.put(field, chunks)
         client = self._client(number)
         if client is None:
             raise Unreachable(f"put: the cluster has no shard {number}", shard=number)
         return WatchedPut(self, number, client.puts.put(field, chunks))
+
+    def reserve(self, field: Field, run: str, rows: int, header_bytes: int, shard: int) -> Place | None:
+        """Room in the memory of a shard of this machine; None where it is elsewhere, or gives none."""
+        client = self._main if shard == OWN_NUMBER else self._client(shard)
+        if client is None or not client.near:
+            return None
+        return client.writes.reserve(field, run, rows, header_bytes, shard)
+
+    def stored(self, run: str, places: Sequence[Place]) -> PutHandle:
+        """A handle for what was published in these places, each on its shard."""
+        return JoinedPuts(
+            [WatchedPut(self, one.shard, one.handle) for one in places if isinstance(one, HostPlace)]
+        )
 
     # -- reading -------------------------------------------------------------------------------
 
     def reader(self, number: int) -> Reader:
         """See ``shard_reads.Shards``."""
         if number == OWN_NUMBER:
-            return lambda request: read(self._main, request)
+            return self._main.read_by_wire
         return lambda request: self._read(number, request)
+
+    def views(self, number: int, request: Read) -> Iterator[Rows] | None:
+        """See ``shard_reads.Shards``."""
+        client = self._main if number == OWN_NUMBER else self._client(number)
+        entry = self.map().shard(number)
+        if client is None or not client.near or self._suspects.get(number, 0.0) > time.monotonic():
+            return None
+        if entry is None or not entry.up:
+            return None
+        try:
+            return client.host.read(request)
+        except (Unavailable, DeadlineExceeded) as error:
+            if type(error) not in OUT_OF_REACH:
+                # The shard's own words, such as ChunkPending.
+                raise
+        # It says so, or answers after all, where its rows are asked for.
+        return None
 
     def is_down(self, number: int) -> str | None:
         """See ``shard_reads.Shards``."""
@@ -171,21 +207,30 @@ class Cluster:
         with self._lock:
             clients, self._clients = list(self._clients.values()), {}
         for client in clients:
-            client.puts.close(max(until - time.monotonic(), 0.0))
-            client.connection.renew()
+            client.close(max(until - time.monotonic(), 0.0))
 
     def finish(self, timeout_s: float) -> None:
         """Before a fork: end streams and connections; what comes next opens others."""
         with self._lock:
             clients, self._clients = list(self._clients.values()), {}
         for client in clients:
-            client.puts.finish(timeout_s)
-            client.connection.renew()
+            client.finish(timeout_s)
 
     def all_puts(self) -> list[Puts]:
         """Of every shard in use."""
+        return [client.puts for client in self._all()]
+
+    def counters(self) -> dict[str, float]:
+        """What went around the wire and what did not, over all shards."""
+        counted = Counter(self._counted)
+        for client in self._all():
+            counted.update(client.counters())
+        mapped = sum(client.host.mapped_extents for client in self._all())
+        return {**counted, "host_mapped_extents": mapped}
+
+    def _all(self) -> list[ShardClient]:
         with self._lock:
-            return [self._main_puts, *(client.puts for client in self._clients.values())]
+            return [self._main, *self._clients.values()]
 
     def _read(self, number: int, request: Read) -> Iterator[Rows]:
         client = self._client(number)
@@ -195,7 +240,7 @@ class Cluster:
         near = self._near(number)
         if near is not None:
             try:
-                for rows in read(near.connection, request):
+                for rows in near.read_by_wire(request):
                     seen += len(rows.values)
                     yield rows
                 return
@@ -208,12 +253,12 @@ class Cluster:
         """From the shard itself; once more where it moved meanwhile."""
         seen = 0
         try:
-            for rows in read(client.connection, request):
+            for rows in client.read_by_wire(request):
                 seen += len(rows.values)
                 yield rows
             return
         except (Unavailable, DeadlineExceeded) as error:
-            if type(error) not in (Unavailable, Unreachable, DeadlineExceeded):
+            if type(error) not in OUT_OF_REACH:
                 # The shard's own words, such as ChunkPending.
                 raise
             failure = error.message
@@ -222,23 +267,18 @@ class Cluster:
         if moved is None or moved is client:
             raise unreadable(number, client.url, request, failure)
         try:
-            yield from read(moved.connection, after(request, seen))
+            yield from moved.read_by_wire(after(request, seen))
         except Unavailable as error:
             raise unreadable(number, moved.url, request, error.message) from None
 
     def _near(self, number: int) -> ShardClient | None:
         """The shard of this host that keeps other nodes' chunks, where ``number`` is on another one."""
         shards = self.map().shards
-        if not self._host or any(one.number == number and _is_on(one, self._host) for one in shards):
+        if not self._host or any(one.number == number and is_on(one, self._host) for one in shards):
             return None
         now = time.monotonic()
         for one in shards:
-            if (
-                one.up
-                and one.caches
-                and _is_on(one, self._host)
-                and self._suspects.get(one.number, 0.0) < now
-            ):
+            if one.up and one.caches and is_on(one, self._host) and self._suspects.get(one.number, 0.0) < now:
                 return self._client(one.number)
         return None
 
@@ -253,93 +293,13 @@ class Cluster:
         with self._lock:
             client = self._clients.get(number)
             if client is None or (client.epoch, client.url) != (entry.epoch, url):
-                client = self._clients[number] = ShardClient(entry, self._connect(url))
+                if client is not None:
+                    # Its grants, mappings and streams end by themselves once nobody uses them.
+                    self._counted.update(client.counters())
+                near, catalog = is_on(entry, self._host), self._main.host.host
+                client = ShardClient(number, entry.epoch, self._connect(url), near, catalog)
+                self._clients[number] = client
             return client
-
-
-class WatchedPut:
-    """Implements ``PutHandle``: waits no longer for a shard than it is up."""
-
-    def __init__(self, cluster: Cluster, number: int, handle: PendingPut) -> None:
-        self._cluster = cluster
-        self._number = number
-        self._handle = handle
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return when every chunk is stored.
-
-        Raises:
-            Unreachable: the shard is down; names it. Whether its chunks are stored is not known.
-        """
-        until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            left_s = until - time.monotonic()
-            try:
-                self._handle.wait(max(0.0, min(left_s, STALL_S)))
-            except DeadlineExceeded:
-                where = self._cluster.is_down(self._number)
-                if where is not None:
-                    raise Unreachable(
-                        f"put: shard {self._number} at {where} is down", shard=self._number, url=where
-                    ) from None
-                if left_s <= STALL_S:
-                    raise
-            except Unreachable:
-                self._cluster.suspect(self._number)
-                raise
-            else:
-                return
-
-
-def choose(shards: Sequence[ShardEntry], host: str, chance: float) -> int:
-    """Of these shards one on ``host`` if there is any; the more bytes are free there, the likelier.
-
-    Args:
-        shards: at least one.
-        host: boot id of the writer's machine.
-        chance: from 0 to 1: which of them, by their shares of the free bytes.
-    """
-    near = [one for one in shards if _is_on(one, host)]
-    near = [one for one in near if _free(one)] or near
-    pool = near if any(_free(one) for one in near) else list(shards)
-    free = [_free(one) for one in pool]
-    left = chance * sum(free)
-    for one, size in zip(pool, free, strict=True):
-        left -= size
-        if left < 0:
-            return one.number
-    return pool[-1].number
-
-
-def boot_id() -> str:
-    """This machine since it was started: equal where memory can be shared."""
-    try:
-        return BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
-
-
-def _free(entry: ShardEntry) -> int:
-    return max(entry.capacity_bytes - entry.used_bytes, 0)
-
-
-def _is_on(entry: ShardEntry, host: str) -> bool:
-    return any(server.host == host for server in entry.servers)
-
-
-def after(request: Read, rows: int) -> Read:
-    """What is left of a request after its first rows."""
-    if not rows:
-        return request
-    ends = np.cumsum(request.spans["rows"], dtype=np.int64)
-    first = int(np.searchsorted(ends, rows, side="right"))
-    spans = request.spans[first:].copy()
-    if len(spans):
-        done = rows - (int(ends[first - 1]) if first else 0)
-        for name in ("start", "row"):
-            spans[name][0] += done
-        spans["rows"][0] -= done
-    return replace(request, spans=spans)
 
 
 def _has_one_shard(known: ClusterMap) -> bool:

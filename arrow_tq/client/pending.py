@@ -26,6 +26,11 @@ class PendingPut:
         self._hurry = hurry
         self._error: ArrowTQError | None = None
 
+    @property
+    def settled(self) -> bool:
+        """Whether every chunk is stored or failed: ``wait`` has nothing to wait for."""
+        return not self._left
+
     def settle(self, error: ArrowTQError | None) -> None:
         """One chunk is stored, or failed."""
         with self._changed:

@@ -1,10 +1,11 @@
-"""Reads whose chunks are on several shards: all are read at the same time, rows come out in their order."""
+"""Reads whose chunks are on several shards: far ones are read at the same time, near ones where they lie."""
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +30,13 @@ class Shards(Protocol):
 
     def reader(self, number: int) -> Reader:
         """How chunks of a shard are read. Raises ``ChunkLost`` for a shard that does not exist."""
+
+    def views(self, number: int, request: Read) -> Iterator[Rows] | None:
+        """Rows of a shard of this machine as views, one block a span; None: they have to travel.
+
+        Raises:
+            ChunkPending, ChunkReleased, ChunkLost: as a read would.
+        """
 
     def is_down(self, number: int) -> str | None:
         """Where the shard was, if it is known to be down now; None: it may still answer."""
@@ -58,34 +66,43 @@ def no_such_shard(number: int, request: Read) -> ChunkLost:
 
 
 def read_shards(shards: Shards, request: Read) -> Iterator[Rows]:
-    """The rows of all spans in request order, each shard's read by a thread of its own.
+    """The rows of all spans in request order; each shard that they travel from has a thread of its own.
 
     Raises:
         ChunkPending: a shard is down; names it and its chunks of this request.
         ChunkLost: there is no such shard; names its chunks.
     """
     numbers = shard_numbers(request.spans)
-    streams = {
-        int(number): _Stream(shards, int(number), replace(request, spans=request.spans[numbers == number]))
-        for number in np.unique(numbers)
-    }
+    streams: dict[int, _Stream] = {}
+    views: dict[int, Iterator[Rows]] = {}
     try:
-        for stream in streams.values():
+        for number in np.unique(numbers).tolist():
+            part = replace(request, spans=request.spans[numbers == number])
+            found = shards.views(number, part)
+            if found is not None:
+                views[number] = found
+                continue
+            streams[number] = stream = _Stream(shards, number, part)
             stream.ahead.start()
-        for number, rows in _turns(numbers, request.spans):
-            yield from streams[number].take(rows)
+        for number, spans, rows in _turns(numbers, request.spans):
+            if number in views:
+                # One block a span, as in the shard's own process.
+                yield from islice(views[number], spans)
+            else:
+                yield from streams[number].take(rows)
     finally:
         for stream in streams.values():
             stream.ahead.stop()
 
 
-def _turns(numbers: npt.NDArray[np.int64], spans: Spans) -> Iterator[tuple[int, int]]:
-    """(shard, rows) of consecutive spans on one shard."""
+def _turns(numbers: npt.NDArray[np.int64], spans: Spans) -> Iterator[tuple[int, int, int]]:
+    """(shard, spans, rows) of consecutive spans on one shard."""
     if not len(numbers):
         return
     firsts = np.concatenate([[0], np.flatnonzero(np.diff(numbers)) + 1])
     rows = np.add.reduceat(spans["rows"].astype(np.int64), firsts)
-    yield from zip(numbers[firsts].tolist(), rows.tolist(), strict=True)
+    counts = np.diff(firsts, append=len(numbers))
+    yield from zip(numbers[firsts].tolist(), counts.tolist(), rows.tolist(), strict=True)
 
 
 class _Stream:

@@ -149,7 +149,7 @@ class _Put:
         rows, start = end - first, self._start + first
         name, run, epoch = encoder.field.name, encoder.run, encoder.epoch
         raw = header_json(encoder._header, NO_DIGEST, start, rows, NO_DIGEST)
-        place = placer.reserve(encoder.field, run, rows, len(raw))
+        place = placer.reserve(encoder.field, run, rows, len(raw), self._shard)
         if place is None:
             return False
         try:

@@ -50,6 +50,8 @@ class Adoption:
 
     Args:
         scratch: gives memory of so many bytes, the same each time.
+        info_at: the run's declaration, as new as a chunk's epoch.
+        number: of the shard that this is.
         is_here: whether the same chunk is stored already; raises where another one has its id.
     """
 
@@ -59,16 +61,18 @@ class Adoption:
         file: GrantedFile,
         scratch: Callable[[int], npt.NDArray[np.uint8]],
         field: Field,
-        info: RunInfo,
+        info_at: Callable[[int], RunInfo],
+        number: int,
         is_here: IsHere,
     ) -> None:
         self._extent = extent
         self._file = file
         self._scratch = scratch
         self._field = field
-        self._info = info
+        self._info_at = info_at
+        self._number = number
         self._is_here = is_here
-        self._form = header_form(extent.key.run, info.epoch, extent.key.field)
+        self._form = header_form(extent.key.run, info_at(0).epoch, extent.key.field)
 
     def check(self, chunks: Sequence[AdoptedChunk]) -> tuple[list[Verdict], list[Located]]:
         """A verdict on each, None for what is or will be stored; and entries of those that are new."""
@@ -110,6 +114,8 @@ class Adoption:
         chunk_id = header.chunk_id
         if chunk_id.group != extent.key.group:
             self._check(what, header)
+        if chunk_id.shard != self._number:
+            raise MalformedMessage(f"{what}: of shard {chunk_id.shard}, this is shard {self._number}")
         plan = extent.layout.plan(header.rows, False, len(raw))
         if offset % 8 or offset + plan.length > self._file.size_bytes:
             raise self._misplaced(what, offset, plan)
@@ -127,7 +133,7 @@ class Adoption:
     def _check(self, what: str, header: ChunkHeader) -> None:
         key = self._extent.key
         stream = PutStream(run=key.run, field=key.field, group=key.group)
-        check_header(what, stream, self._field, self._info, header)
+        check_header(what, stream, self._field, self._info_at(header.epoch), header)
 
     def _misplaced(self, what: str, offset: int, plan: BatchPlan) -> MalformedMessage:
         return MalformedMessage(

@@ -111,7 +111,7 @@ class Engine:
         self._sql = SqlService(self._catalog, config.sql)
         self._fields: dict[tuple[str, str], Field] = {}
         self._reader = Reader(self._shard, self._catalog)
-        self._host_share = HostShare(memory_dir, self._reader, self._shard.grants, self)
+        self._host_share = HostShare(memory_dir, self._reader, self._shard.grants, self, self._number)
         self._rewrites = Rewrites(self._chunks, self._catalog)
         self._catalog.tell_created(self._rewrites.created)
         self._attempts = Attempts(self._chunks, self._catalog)
@@ -272,8 +272,8 @@ class Engine:
         info = self._catalog.run_info(stream.run)
         return store_batch(self._shard, stream, field, info, headers, batch, self._check_place)
 
-    def run_info(self, run: str) -> RunInfo:
-        """The run's declaration and epoch; raises ``NotFound`` naming those that exist."""
+    def run_info(self, run: str, epoch: int = 0) -> RunInfo:
+        """The run's declaration and epoch, always the newest; raises ``NotFound`` naming those that exist."""
         return self._catalog.run_info(run)
 
     def durability(self, run: str) -> Durability:
@@ -324,9 +324,14 @@ class Engine:
         self._shard.close()
         self._directory.release()
 
+    def _number(self) -> int | None:
+        """Of the shard in this process; None where it is a catalog alone."""
+        cluster = self.config.cluster
+        return self._shard.config.number if cluster is None or cluster.holds_chunks else None
+
     def _check_place(self, header: ChunkHeader) -> None:
-        cluster, number = self.config.cluster, header.chunk_id.shard
-        if cluster is not None and not cluster.holds_chunks:
+        number = header.chunk_id.shard
+        if self._number() is None:
             raise Unsupported("put: this server is a catalog; chunks go to its shards (their map: cluster)")
         if number != self._shard.config.number:
             raise MalformedMessage(

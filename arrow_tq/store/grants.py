@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field as slot
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,8 +111,14 @@ class Grants:
             lease_s=LEASE_S,
         )
 
-    def adopt(self, command: AdoptChunks, field: Field, info: RunInfo) -> list[Verdict]:
+    def adopt(
+        self, command: AdoptChunks, field: Field, info_at: Callable[[int], RunInfo], number: int
+    ) -> list[Verdict]:
         """Believe chunks of a grant, each by itself; None for each that is stored, its error otherwise.
+
+        Args:
+            info_at: the run's declaration, as new as a chunk's epoch.
+            number: of the shard that this is.
 
         Raises:
             NotFound: the grant has ended, or is another process's.
@@ -125,7 +131,9 @@ class Grants:
             if grant.ended:
                 raise NotFound("grant: it has ended", what="grant")
             grant.expires_at = time.monotonic() + LEASE_S
-            adoption = Adoption(grant.extent, grant.file, grant.scratch, field, info, self._shard.is_here)
+            adoption = Adoption(
+                grant.extent, grant.file, grant.scratch, field, info_at, number, self._shard.is_here
+            )
             verdicts, good = adoption.check(command.chunks)
             if good:
                 adopted.append(grant.log, good)

@@ -6,6 +6,7 @@ import hmac
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -49,17 +50,33 @@ class Runs(Protocol):
     def field(self, run: str, name: str) -> Field:
         """Raises ``NotFound``."""
 
-    def run_info(self, run: str) -> RunInfo:
-        """Raises ``NotFound``."""
+    def run_info(self, run: str, epoch: int = 0) -> RunInfo:
+        """As new as ``epoch``, where there is one; raises ``NotFound``."""
 
 
 class HostShare:
     """Proves to clients that they share this machine, and tells them places of chunks. Thread-safe.
 
     Trust is that of the file system: whoever may read the proof may read the extents.
+
+    Args:
+        memory_dir: where the extents are, and the proof.
+        runs: who knows what is declared.
+        number: the shard whose chunks these are; None: it has none, or none yet.
+        host: what the server says its machine is; None: as the kernel names it.
     """
 
-    def __init__(self, memory_dir: Path, reader: Reader, grants: Grants, runs: Runs) -> None:
+    def __init__(
+        self,
+        memory_dir: Path,
+        reader: Reader,
+        grants: Grants,
+        runs: Runs,
+        number: Callable[[], int | None],
+        host: str | None = None,
+    ) -> None:
+        self._number = number
+        self._host = host
         self._path = memory_dir.absolute() / PROOF_NAME
         self._reader = reader
         self._grants = grants
@@ -79,8 +96,11 @@ class HostShare:
             return self.grant(command)
         if isinstance(command, AdoptChunks):
             self.check(command.proof)
-            field, info = self._runs.field(command.run, command.field), self._runs.run_info(command.run)
-            return Reply(body=ChunkVerdicts(errors=self._grants.adopt(command, field, info)))
+            field, number = self._runs.field(command.run, command.field), self._shard_number()
+            errors = self._grants.adopt(
+                command, field, lambda epoch: self._runs.run_info(command.run, epoch), number
+            )
+            return Reply(body=ChunkVerdicts(errors=errors))
         if isinstance(command, KeepGrants):
             self.check(command.proof)
             return Reply(body=GrantsKept(grants=self._grants.keep(command.grants)))
@@ -92,10 +112,12 @@ class HostShare:
         """A file for a client to write to.
 
         Raises:
-            Unsupported: chunks of this run are to survive power loss, and nobody may say so before they do.
+            Unsupported: chunks of this run are to survive power loss, and nobody may say so before they do;
+                or this server holds no chunks.
             StoreFull: too full to give room away.
         """
         self.check(command.proof)
+        self._shard_number()
         field = self._runs.field(command.run, command.field)
         if command.group >= len(field.groups):
             raise InvalidInput(
@@ -113,7 +135,9 @@ class HostShare:
         with self._lock:
             if self._proof is None:
                 self._proof = self._write()
-        boot_id = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+        boot_id = self._host
+        if boot_id is None:
+            boot_id = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
         return Reply(body=HostInfo(boot_id=boot_id, proof_path=str(self._path)))
 
     def check(self, proof: str) -> None:
@@ -141,6 +165,22 @@ class HostShare:
             if self._proof is not None:
                 self._path.unlink(missing_ok=True)
                 self._proof = None
+
+    def counters(self) -> dict[str, float]:
+        """What went around the wire, by name."""
+        return {
+            "chunks_located_total": self.chunks_located,
+            "bytes_located_total": self.bytes_located,
+            "grants": len(self._grants),
+            "chunks_adopted_total": self._grants.chunks_adopted,
+            "bytes_adopted_total": self._grants.bytes_adopted,
+        }
+
+    def _shard_number(self) -> int:
+        number = self._number()
+        if number is None:
+            raise Unsupported("put: this server is a catalog; chunks go to its shards (their map: cluster)")
+        return number
 
     def _write(self) -> str:
         proof = secrets.token_hex(16)

@@ -66,14 +66,14 @@ class EnginePlacer:
         self._engine = engine
         self._shard = shard
 
-    def reserve(self, field: Field, run: str, rows: int, header_bytes: int) -> Place | None:
-        shard = self._shard
-        shard.check_process()
+    def reserve(self, field: Field, run: str, rows: int, header_bytes: int, shard: int) -> Place | None:
+        """Here, whichever ``shard`` is meant: there is one."""
+        self._shard.check_process()
         tier: Tier = "disk" if self._engine.durability(run) == "disk" else "memory"
         held: list[tuple[Stream, Extent, Reserved]] = []
         try:
             for group in range(len(field.groups)):
-                stream = shard.locked_stream_at_once(ExtentKey(run, field.name, group, tier), field)
+                stream = self._shard.locked_stream_at_once(ExtentKey(run, field.name, group, tier), field)
                 if stream is None:
                     let_go(held)
                     return None
@@ -81,7 +81,7 @@ class EnginePlacer:
         except BaseException:
             let_go(held)
             raise
-        return Place(shard, held)
+        return Place(self._shard, held)
 
     def _room(self, stream: Stream, rows: int, header_bytes: int) -> tuple[Stream, Extent, Reserved]:
         """Room in a stream whose lock is held, and stays so unless there is none."""

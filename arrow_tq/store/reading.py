@@ -82,8 +82,11 @@ class Reader:
         """
         found = {chunk_id: self._located(chunk_id, run) for chunk_id in wanted}
         missing = [chunk_id for chunk_id, entry in found.items() if entry is None]
+        if missing and self._explain(missing, run):
+            # Committed a moment ago, and not told here yet.
+            found |= {chunk_id: self._located(chunk_id, run) for chunk_id in missing}
+            missing = [chunk_id for chunk_id in missing if found[chunk_id] is None]
         if missing:
-            self._explain(missing, run)
             ids = [chunk_id.hex for chunk_id in missing]
             raise ChunkPending(f"{_named(missing)}: not committed", ids=ids)
         entries = []

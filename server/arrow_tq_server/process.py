@@ -17,7 +17,7 @@ import pyarrow as pa
 import structlog
 
 from arrow_tq.client.address import check_url
-from arrow_tq.client.cluster import boot_id
+from arrow_tq.client.placement import boot_id
 from arrow_tq.client.tls import Tls as ClientTls
 from arrow_tq.logs import log_json
 from arrow_tq.sql import SqlLimits

@@ -20,12 +20,15 @@ from arrow_tq import errors, fields
 from arrow_tq.runs import Run
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.spans import Span
+from tests.cluster.living import Living
 from tests.clusters import Cluster
 from tests.flight import wire
 
 TURN, STEPS = 8, 4
 TYPED_S = 15.0
 """Bound of "within seconds" on a machine under load: a lease, a look at the map, and then some."""
+AWAY_ROUNDS = 5
+"""Of reads from the dead and commits on the living: what piles up in these is seen."""
 
 
 def tokens_of(session: str, step: int) -> np.ndarray:
@@ -133,11 +136,14 @@ def test_each_shard_in_turn_goes_away_and_comes_back(cluster: Cluster, fault: si
             load.goes_on()
             for index, number in enumerate(numbers):
                 server, (other,) = cluster.shards[index], [one for one in numbers if one != number]
-                server.process.send_signal(fault)
-                # Of the living shard nothing is touched, and nobody waits for the other.
-                check_session(run, f"on-{other}", [0])
-                check_dead(run, number)
-                load.goes_on()
+                with Living([cluster.catalog, cluster.shards[1 - index]]):
+                    server.process.send_signal(fault)
+                    # Of the living shard nothing is touched, and nobody waits for the other.
+                    check_session(run, f"on-{other}", [0])
+                    check_dead(run, number)
+                    for _ in range(AWAY_ROUNDS):
+                        check_dead(run, number)
+                        load.goes_on()
                 if fault == signal.SIGKILL:
                     server.process.wait(30)
                     server.__exit__(None, None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from arrow_tq import errors, fields
 from arrow_tq.client import ClientOptions
 from arrow_tq.interface import Store
 from arrow_tq.testing.bundles import same
+from tests.cluster.living import Living
 from tests.cluster.namespaces import Net, why_not
 from tests.cluster.test_cluster_bundles import shard_of
 from tests.cluster.test_cluster_faults import (
@@ -80,14 +82,16 @@ def test_a_shard_is_cut_off_and_comes_back(tmp_path: Path, net: Net) -> None:
         for number in site.numbers:
             spread_session(run, f"on-{number}", [number])
         spread_session(run, "on-both", site.numbers)
-        bundles = {shard_of(ref): ref for ref in (store.put_bundle({"x": [1, 2]}) for _ in range(40))}
+        bundles = bundles_by_shard(store)
         load = Load(site.catalog.url)
         threads = load.start()
         try:
             load.goes_on()
             for index, number in enumerate(site.numbers[:2]):
-                cut(store, site, net, index, bundles)
-                load.goes_on()
+                living = [one for one in site.shards if one is not site.shards[index]]
+                with Living([site.catalog, *living]):
+                    cut(store, site, net, index, bundles)
+                    load.goes_on()
                 net.plug(index)
                 readable_again(run, f"on-{number}")
                 for other in site.numbers:
@@ -102,6 +106,17 @@ def test_a_shard_is_cut_off_and_comes_back(tmp_path: Path, net: Net) -> None:
                 thread.join(120)
         assert not load.wrong
         check_acked(run, load)
+
+
+def bundles_by_shard(store: Store) -> dict[int, str]:
+    """One on each shard."""
+    found: dict[int, str] = {}
+    end = time.monotonic() + 30
+    while len(found) < SHARDS:
+        assert time.monotonic() < end, f"all bundles are on shards {list(found)}"
+        ref = store.put_bundle({"x": [1, 2]})
+        found.setdefault(shard_of(ref), ref)
+    return found
 
 
 def cut(store: Store, site: Site, net: Net, index: int, bundles: dict[int, str]) -> None:

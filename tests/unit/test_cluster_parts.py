@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from hypothesis import given, settings, strategies as st
 
 from arrow_tq import errors, fields
 from arrow_tq.backend import Read, Rows
-from arrow_tq.client.cluster import after, choose
+from arrow_tq.client.pending import PendingPut
+from arrow_tq.client.placement import choose
+from arrow_tq.client.shard_client import WatchedPut, after
 from arrow_tq.client.shard_reads import Reader, no_such_shard, read_shards, shard_numbers, unreadable
 from arrow_tq.store.cluster import outbox
 from arrow_tq.store.cluster.outbox import Outbox
@@ -196,11 +199,18 @@ def test_the_more_room_the_likelier() -> None:
 
 
 class Memory:
-    """Shards whose chunk holds its own row numbers, and some of which are down."""
+    """Shards whose chunk holds its own row numbers, some of which are down, and some on this machine."""
 
-    def __init__(self, down: frozenset[int], block_rows: int) -> None:
+    def __init__(self, down: frozenset[int], block_rows: int, near: frozenset[int] = frozenset()) -> None:
         self._down = down
         self._block_rows = block_rows
+        self._near = near
+
+    def views(self, number: int, request: Read) -> Iterator[Rows] | None:
+        if number not in self._near:
+            return None
+        parts = [np.arange(one["row"], one["row"] + one["rows"]) + 1000 * number for one in request.spans]
+        return (Rows(part, None) for part in parts)
 
     def is_down(self, number: int) -> str | None:
         return f"grpc://{number}:1" if number in self._down else None
@@ -229,14 +239,15 @@ def request_of(pieces: list[tuple[int, int, int]], group: int = 0) -> Read:
     return Read("r", fields.token_ids(), group, None, to_spans(spans))
 
 
-@given(PIECES, st.integers(1, 12))
+@given(PIECES, st.integers(1, 12), st.frozensets(st.integers(0, 3)))
 @settings(max_examples=60, deadline=None)
 def test_rows_of_many_shards_come_in_the_order_asked(
-    pieces: list[tuple[int, int, int]], block_rows: int
+    pieces: list[tuple[int, int, int]], block_rows: int, near: frozenset[int]
 ) -> None:
     request = request_of(pieces)
     assert shard_numbers(request.spans).tolist() == [shard for shard, _, _ in pieces]
-    found = np.concatenate([rows.values for rows in read_shards(Memory(frozenset(), block_rows), request)])
+    shards = Memory(frozenset(), block_rows, near)
+    found = np.concatenate([rows.values for rows in read_shards(shards, request)])
     wanted = np.concatenate([np.arange(row, row + rows) + 1000 * shard for shard, row, rows in pieces])
     np.testing.assert_array_equal(found, wanted)
 
@@ -265,3 +276,33 @@ def test_a_dead_shard_s_chunks_are_named_and_no_others() -> None:
     assert caught.value.details["shard"] == 2
     with pytest.raises(errors.ChunkLost, match="there is no shard 9"):
         list(read_shards(Memory(frozenset(), 4), request_of([(1, 0, 2), (9, 0, 2)])))
+
+
+class Up:
+    """Implements ``Watcher``: every shard is up."""
+
+    def __init__(self) -> None:
+        self.suspects: list[int] = []
+
+    def is_down(self, number: int) -> str | None:
+        return None
+
+    def suspect(self, number: int) -> None:
+        self.suspects.append(number)
+
+
+def test_a_put_whose_call_took_too_long_ends_with_that() -> None:
+    handle = PendingPut(1)
+    handle.settle(errors.DeadlineExceeded("adopt: no answer"))
+    began, watcher = time.monotonic(), Up()
+    with pytest.raises(errors.DeadlineExceeded, match="no answer"):
+        WatchedPut(watcher, 1, handle).wait(None)
+    assert time.monotonic() - began < 1 and not watcher.suspects
+
+
+def test_a_shard_that_is_full_gets_nothing_for_a_while() -> None:
+    handle, watcher = PendingPut(1), Up()
+    handle.settle(errors.StoreFull("no room"))
+    with pytest.raises(errors.StoreFull):
+        WatchedPut(watcher, 3, handle).wait(None)
+    assert watcher.suspects == [3]

@@ -374,3 +374,10 @@ def test_no_byte_that_differs_is_believed(
     client.end()
     client.leave()
     engine._shard.maintain()
+
+
+def test_chunks_of_another_shard_are_not_believed(engine: Engine) -> None:
+    """Their ids would lead every reader elsewhere."""
+    client = Client(engine)
+    (verdict,) = client.adopt(client.write(experts(), IDS.next(3)))
+    assert isinstance(verdict, errors.MalformedMessage) and "shard 3" in str(verdict)

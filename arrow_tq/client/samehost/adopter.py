@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from arrow_tq.backend import Header
-from arrow_tq.client.commits import Commits
 from arrow_tq.client.pending import Company, PendingPut
 from arrow_tq.client.puts import Puts
 from arrow_tq.client.samehost.granted import Granted, Writer
@@ -24,6 +23,9 @@ CHUNKS_A_CALL_MAX = 256
 FILES_A_MESSAGE_MAX = 64
 COMPANY = (64, 1 << 20, 0.005)
 """So many chunks, or bytes, or seconds are waited for where nobody waits: a call costs what ten chunks do."""
+
+Adopt = Callable[[Sequence[AdoptChunks]], Sequence[Wire | ArrowTQError]]
+"""Tells the server of chunks in its files: each command's reply, or its error in the reply's place."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,14 +61,14 @@ class Adopter:
         self,
         host: Host,
         puts: Puts,
-        commits: Commits,
+        adopt: Adopt,
         settled: Callable[[Written], None],
         tend: Callable[[], bool],
         period_s: float,
     ) -> None:
         self._host = host
         self._puts = puts
-        self._commits = commits
+        self._ask = adopt
         self._settled = settled
         self._tend = tend
         self._period_s = period_s
@@ -173,12 +175,12 @@ class Adopter:
     def _adopt(self, files: Sequence[Sequence[Written]]) -> None:
         """Ask for all of it in one message, a command a file."""
         proof = self._host.proof()
-        outcomes: list[Wire | ArrowTQError]
+        outcomes: Sequence[Wire | ArrowTQError]
         if proof is None:
             outcomes = [NotFound("same host: no more") for _ in files]
         else:
             try:
-                outcomes = self._commits.ask_many([_command(items, proof) for items in files])
+                outcomes = self._ask([_command(items, proof) for items in files])
             except ArrowTQError as error:
                 outcomes = [error for _ in files]
         for items, outcome in zip(files, outcomes, strict=True):

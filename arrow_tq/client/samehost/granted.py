@@ -11,7 +11,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from arrow_tq.client.samehost.host import Host
+from arrow_tq.client.samehost.host import SOON_S, Host
 from arrow_tq.layout.appender import Appender, Reserved
 from arrow_tq.layout.columns import ColumnLayout
 from arrow_tq.populating import populate
@@ -166,7 +166,7 @@ class Writer:
             run=self.run, field=self.field.name, group=self.group, proof=proof, size_bytes=wanted
         )
         try:
-            told, _ = self._host.ask(command, ExtentGrant)
+            told, _ = self._host.ask(command, ExtentGrant, SOON_S)
             granted = Granted(told, self.layout)
         except (ArrowTQError, OSError, ValueError) as error:
             if not self._host.forget_stale(error, proof):

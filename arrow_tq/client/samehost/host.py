@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from arrow_tq.client.connection import Connection
-from arrow_tq_schemas.commands import Command, FindHost, HostInfo, Reply, Wire, unpack_reply
+from arrow_tq_schemas.commands import (
+    AdoptChunks,
+    ChunkVerdicts,
+    Command,
+    FindHost,
+    HostInfo,
+    Reply,
+    Wire,
+    unpack_reply,
+)
 from arrow_tq_schemas.errors import ArrowTQError, DeadlineExceeded, InternalError, NotFound, Unavailable
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PROOF_CHARS = 32
+SOON_S = 3.0
+"""Deadline of what only saves time: a server that does not answer so soon is spoken to by the wire."""
 Body = TypeVar("Body", bound=Wire)
 
 
@@ -47,23 +59,33 @@ class Host:
             self.forget(proof)
         return stale
 
-    def ask(self, command: Command, kind: type[Body]) -> tuple[Body, Reply]:
-        """The reply to a command; raises its error."""
+    def ask(self, command: Command, kind: type[Body], deadline_s: float | None = None) -> tuple[Body, Reply]:
+        """The reply to a command, within ``deadline_s`` if that is given; raises its error."""
         connection = self._connection
         raw = command.model_dump_json().encode()
-        deadline_s = connection.options.action_s
+        deadline_s = min(deadline_s or connection.options.action_s, connection.options.action_s)
         answer = connection.retrying(lambda: connection.action(command.verb, raw, deadline_s))
         reply = unpack_reply(command, answer)
         if not isinstance(reply.body, kind):
             raise InternalError(f"reply to {command.verb}: {type(reply.body).__name__}")
         return reply.body, reply
 
+    def ask_each(self, commands: Sequence[AdoptChunks]) -> list[Wire | ArrowTQError]:
+        """A call a command: its reply, or its error in the reply's place."""
+        outcomes: list[Wire | ArrowTQError] = []
+        for command in commands:
+            try:
+                outcomes.append(self.ask(command, ChunkVerdicts)[0])
+            except ArrowTQError as error:
+                outcomes.append(error)
+        return outcomes
+
     def _look(self) -> tuple[bool, str | None]:
         """Whether that is known now, and the proof."""
         if not self._connection.options.same_host or not BOOT_ID.exists():
             return True, None
         try:
-            info, _ = self.ask(FindHost(), HostInfo)
+            info, _ = self.ask(FindHost(), HostInfo, SOON_S)
         except (Unavailable, DeadlineExceeded):
             # The wire says so better, by the call that matters.
             return False, None

@@ -9,18 +9,26 @@ import numpy as np
 
 from arrow_tq.backend import Read, Rows
 from arrow_tq.client.connection import Connection
-from arrow_tq.client.samehost.host import Host, is_stale
+from arrow_tq.client.samehost.host import SOON_S, Host, is_stale
 from arrow_tq.client.samehost.mappings import Mapping, Mappings, reader_of
 from arrow_tq.layout.columns import ColumnLayout, Mask, Values
 from arrow_tq.layout.projection import project
 from arrow_tq.logs import logger
 from arrow_tq_schemas.chunks import checksum
 from arrow_tq_schemas.commands import ChunkLocations, LocateChunks
-from arrow_tq_schemas.errors import ArrowTQError, ChunkLost, ChunkPending, MalformedMessage
+from arrow_tq_schemas.errors import (
+    ArrowTQError,
+    ChunkLost,
+    ChunkPending,
+    DeadlineExceeded,
+    MalformedMessage,
+)
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.locations import Locations, pack_ids, unpack_locations
 from arrow_tq_schemas.spans import chunk_ids
 
+LOCATE_S = 1e-4
+"""Of the deadline for each chunk that is asked for."""
 ATTEMPTS = 2
 """An extent may be released between the answer and its being mapped: then the answer is asked for again."""
 PENDING_POLL_S = (0.02, 0.2)
@@ -36,7 +44,6 @@ class HostReads:
     Attributes:
         reads: answered from mapped extents.
         read_bytes: payload that they gave.
-        wire_reads: left to the wire.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -47,7 +54,6 @@ class HostReads:
         self._layouts: dict[tuple[str, str, int], ColumnLayout] = {}
         self.reads = 0
         self.read_bytes = 0
-        self.wire_reads = 0
 
     @property
     def mapped_extents(self) -> int:
@@ -62,7 +68,6 @@ class HostReads:
         ids = [chunk_id.sibling(request.group) for chunk_id in chunk_ids(request.spans)]
         chunks = self._chunks(request, list(dict.fromkeys(ids)))
         if chunks is None:
-            self.wire_reads += 1
             return None
         self.reads += 1
         return self._rows(request, ids, chunks)
@@ -94,6 +99,8 @@ class HostReads:
                 time.sleep(min(pause_s, until - now))
                 pause_s = min(2 * pause_s, PENDING_POLL_S[1])
                 continue
+            except DeadlineExceeded:
+                return None
             except ArrowTQError as error:
                 if not is_stale(error):
                     raise
@@ -113,7 +120,8 @@ class HostReads:
             command = LocateChunks(
                 run=request.run, field=request.field.name, proof=proof, chunk_ids=pack_ids(asked)
             )
-            told, reply = self.host.ask(command, ChunkLocations)
+            # It only saves time: whoever does not answer is asked by the wire, which can tell why.
+            told, reply = self.host.ask(command, ChunkLocations, SOON_S + len(asked) * LOCATE_S)
             found = unpack_locations(bytes(reply.blobs[0]), len(asked), len(told.extents))
             mapped: list[Mapping] = []
             for place in told.extents:

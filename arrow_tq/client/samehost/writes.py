@@ -7,11 +7,10 @@ import time
 from collections.abc import Sequence
 
 from arrow_tq.backend import Header, Place
-from arrow_tq.client.commits import Commits
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.pending import JoinedPuts, PendingPut, Room
 from arrow_tq.client.puts import Puts
-from arrow_tq.client.samehost.adopter import Adopter, Written
+from arrow_tq.client.samehost.adopter import Adopt, Adopter, Written
 from arrow_tq.client.samehost.granted import Granted, Writer
 from arrow_tq.client.samehost.host import Host
 from arrow_tq.layout.appender import Reserved
@@ -32,26 +31,39 @@ Held = list[tuple[Writer, Granted, Reserved]]
 
 
 class HostWrites:
-    """Implements ``Placer`` for a client on the server's machine. Thread-safe.
+    """Implements ``Placer`` for a client on the machine of one server. Thread-safe.
+
+    Args:
+        puts: the way of everybody else, for what could not be adopted.
+        adopt: how the server is told what was written; None: a call a file.
+        catalog: where chunks are dropped; None: the server itself.
 
     Attributes:
         puts: chunks written this way.
         put_bytes: their payload.
     """
 
-    def __init__(self, connection: Connection, host: Host, puts: Puts, commits: Commits) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        host: Host,
+        puts: Puts,
+        adopt: Adopt | None = None,
+        catalog: Host | None = None,
+    ) -> None:
         options = connection.options
         self._host = host
+        self._catalog = catalog or host
         self._idle_s = options.stream_idle_s
         self._room = Room(options.put_inflight_bytes_max, options.put_room_s)
         self._lock = threading.Lock()
         self._writers: dict[tuple[str, str, int], Writer] = {}
-        self.adopter = Adopter(host, puts, commits, self._settled, self._tend, TEND_S)
+        self.adopter = Adopter(host, puts, adopt or host.ask_each, self._settled, self._tend, TEND_S)
         self._kept_at = 0.0
         self.puts = 0
         self.put_bytes = 0
 
-    def reserve(self, field: Field, run: str, rows: int, header_bytes: int) -> HostPlace | None:
+    def reserve(self, field: Field, run: str, rows: int, header_bytes: int, shard: int) -> HostPlace | None:
         if self._host.proof() is None:
             return None
         size = rows * field.row_bytes
@@ -72,7 +84,7 @@ class HostWrites:
                     break
                 held.append((writer, *found))
             else:
-                return HostPlace(self, held, size)
+                return HostPlace(self, held, size, shard)
         except BaseException:
             self._let_go(held, size)
             raise
@@ -98,7 +110,7 @@ class HostWrites:
                 continue
         names = [item.header.chunk_id.hex for item in items]
         try:
-            self._host.ask(DropChunks(run=run, chunk_ids=names), Done)
+            self._catalog.ask(DropChunks(run=run, chunk_ids=names), Done)
         except ArrowTQError:
             # Nothing attached them: the store reaps them itself.
             return
@@ -182,7 +194,8 @@ class HostWrites:
 class HostPlace:
     """Implements ``Place`` over granted files, the locks of their writers held."""
 
-    def __init__(self, writes: HostWrites, held: Held, size: int) -> None:
+    def __init__(self, writes: HostWrites, held: Held, size: int, shard: int) -> None:
+        self.shard = shard
         self._writes = writes
         self._held = held
         self._size = size

@@ -20,6 +20,7 @@ from arrow_tq.store.cluster.far_reads import FarReads
 from arrow_tq.store.cluster.membership import Membership
 from arrow_tq.store.directory import Directory
 from arrow_tq.store.holding import of_run
+from arrow_tq.store.host_share import HOST_COMMANDS, HostShare
 from arrow_tq.store.reading import Reader
 from arrow_tq.store.shard import Shard
 from arrow_tq.store.shard_config import ShardConfig
@@ -122,6 +123,10 @@ class ShardEngine:
         if config.cache_bytes:
             self._far = FarReads(self._catalog, self._connect, config.cache_bytes)
         self._reader = Reader(self._shard, self._catalog, PENDING_POLL_S)
+        self._host_share = HostShare(
+            *(memory_dir, self._reader, self._shard.grants, self._catalog, self._own_number),
+            host=config.server.host,
+        )
         self._membership = Membership(
             config.data_dir, config.server, self._catalog, self._shard, config.orphan_ttl_s, self._far
         )
@@ -186,6 +191,9 @@ class ShardEngine:
         if isinstance(command, ToShard):
             self._membership.check(command.number, command.epoch)
             return self._answer(command)
+        if isinstance(command, HOST_COMMANDS):
+            self._membership.check()
+            return self._host_share.execute(command)
         if isinstance(command, GetStats):
             return Reply(body=Stats(values=self.stats()))
         if isinstance(command, GetPressure):
@@ -299,6 +307,7 @@ class ShardEngine:
             "bytes_read_total": self._reader.bytes_read,
             "orphans_reaped_total": self._membership.orphans_reaped,
             "joined": float(self._membership.joined),
+            **self._host_share.counters(),
         }
         if self._far is not None:
             values |= self._far.cache.counters()
@@ -311,6 +320,7 @@ class ShardEngine:
             return
         self._closed = True
         self._membership.stop()
+        self._host_share.close()
         if self._far is not None:
             self._far.close()
         self._catalog.close()
@@ -320,6 +330,9 @@ class ShardEngine:
     def _connect(self, url: str) -> Connection:
         tls = self.config.tls if url.startswith("grpc+tls:") else None
         return Connection(url, self.config.token, ClientOptions(connect_s=3.0), tls)
+
+    def _own_number(self) -> int | None:
+        return self._membership.number
 
     def _pressure(self) -> Pressure:
         usage = self._shard.usage()
