@@ -32,7 +32,7 @@ class ClientOptions:
         stream_life_s: a stream is replaced at this age, and its deadline is twice that: nothing that
             depends on it can hang for longer.
         get_streams: streams that one large read is split over; on one machine more than one only costs.
-        get_split_bytes: rows of fewer bytes than this are never split further.
+        get_split_bytes: size of the pieces that several streams fetch; one alone asks for 1 GiB at a time.
         get_spans_max: spans asked for in one ticket; more become several tickets, one after another.
         bundle_staging_bytes_max: memory that a bundle on its way out is gathered in, used again and again.
         keepalive_s: how often an idle connection is probed, so that load balancers keep it; servers end

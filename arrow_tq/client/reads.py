@@ -16,6 +16,8 @@ from arrow_tq_schemas.errors import InternalError
 from arrow_tq_schemas.spans import Spans
 from arrow_tq_schemas.tickets import SpanTicket, pack_spans
 
+ANSWER_BYTES = 1 << 30
+"""What one stream asks for at a time: so much comes within any deadline."""
 AHEAD_MAX = 16
 """Messages that one stream may be ahead of its consumer: of some 3 MiB each, and one split's at most."""
 
@@ -23,10 +25,12 @@ AHEAD_MAX = 16
 def read(connection: Connection, request: Read) -> Iterator[Rows]:
     """The rows of all spans, in request order.
 
-    A large read is cut into pieces that ``get_streams`` streams fetch at a time.
+    A large read is cut into pieces that ``get_streams`` streams fetch at a time. One stream asks for as much
+    as it can: between two answers the wire is empty for as long as a call takes.
     """
-    pieces = split(request, connection.options.get_split_bytes, connection.options.get_spans_max)
     streams = connection.options.get_streams
+    piece_bytes = connection.options.get_split_bytes if streams > 1 else ANSWER_BYTES
+    pieces = split(request, int(piece_bytes), connection.options.get_spans_max)
     if len(pieces) == 1 or streams < 2:
         for spans in pieces:
             yield from _stream(connection, request, spans)
