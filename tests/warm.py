@@ -13,6 +13,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -211,11 +212,11 @@ def _serve(control: socket.socket) -> Wanted | None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     while True:
-        ready, _, _ = select.select([control, reader], [], [])
+        ready, _, _ = select.select([control.fileno(), reader], [], [])
         if reader in ready:
             os.read(reader, 4096)
             _reap(running)
-        if control not in ready:
+        if control.fileno() not in ready:
             continue
         message, descriptors, _, _ = socket.recv_fds(control, REQUEST_BYTES_MAX, 4)
         if not message:
@@ -258,11 +259,10 @@ def _redirect(*descriptors: int) -> None:
         os.dup2(source, target)
         os.close(source)
     # What the parent's streams know of their files, such as whether they can seek, does not hold for these.
-    sys.stdin, sys.stdout, sys.stderr = (
-        os.fdopen(number, mode, closefd=False) for number, mode in enumerate("rww")
-    )
-    sys.stderr.reconfigure(line_buffering=True, errors="backslashreplace")
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)))
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
+    errors = io.BufferedWriter(io.FileIO(2, "w", closefd=False))
+    sys.stderr = io.TextIOWrapper(errors, line_buffering=True, errors="backslashreplace")
 
 
 def _main(descriptor: int) -> None:

@@ -107,7 +107,9 @@ def test_options_are_positive_numbers(option: str, value: object) -> None:
         ClientOptions(**{option: value})  # type: ignore[arg-type]
 
 
-def test_every_call_has_a_deadline() -> None:
+def test_every_call_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first thing a client asks, with a deadline of its own that it goes on after.
+    monkeypatch.setattr("arrow_tq.client.cluster.ASK_FIRST_S", 0.4)
     short = {"action_s": 0.4, "commit_s": 0.4, "put_room_s": 0.4, "stream_life_s": 0.5, "retry_pause_s": 0.01}
     step = StepCommit(run="r", epoch=0, session_id="s", step_id="1")
     chunk = wire.make_chunk(X, "r", np.arange(10))
