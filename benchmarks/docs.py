@@ -50,7 +50,9 @@ def _goals(folder: Path) -> str:
 
 def _bench(folder: Path) -> str:
     rows = read(folder / "bench.json") if (folder / "bench.json").exists() else []
-    return _about(folder, "bench") + _rows_table(rows)
+    if not rows:
+        return _about(folder, "bench")
+    return f"{_about(folder, 'bench')}{_rows_table(rows)}\n![ratios to baselines](plots/bench.svg)\n"
 
 
 def _peers(folder: Path) -> str:
@@ -60,6 +62,8 @@ def _peers(folder: Path) -> str:
     for payload, outcomes in table.by_payload(_report(folder, "peers")).items():
         found.append(f"**{table.title(payload, outcomes)}**\n\n")
         found.append(_table(table.HEADERS, [table.cells(one) for one in outcomes]) + "\n")
+    if len(found) > 1:
+        found.append("![put and get by system](plots/peers.svg)\n")
     return "".join(found)
 
 
