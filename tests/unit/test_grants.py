@@ -209,6 +209,17 @@ def test_a_file_that_its_writer_cuts(engine: Engine) -> None:
     assert engine.stats()["corrupt_chunks_total"] == 1
 
 
+def test_a_cut_costs_what_lies_behind_it_alone(engine: Engine) -> None:
+    client = Client(engine)
+    first, second, third = (client.write(experts(seed=seed)) for seed in range(3))
+    os.ftruncate(client.descriptor, second.offset + 100)
+    verdicts = client.adopt(first, second, third)
+    assert verdicts[0] is None
+    assert [type(one) for one in verdicts[1:]] == [errors.MalformedMessage] * 2
+    assert stored(engine, first) is not None
+    assert stored(engine, second) is None
+
+
 def test_the_same_id_again(engine: Engine) -> None:
     client = Client(engine)
     chunk_id = IDS.next(0)
