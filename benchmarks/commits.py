@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,16 +39,23 @@ def _rate(store: Store, sizes: Sizes) -> tuple[float, float]:
     run = store.run("commits", fields=[fields.token_ids()], durability="disk")
     sessions = [run.session(f"s-{index}") for index in range(sizes.clients)]
 
+    begin = threading.Barrier(sizes.clients + 1)
+
     def client(index: int) -> list[float]:
         times = []
+        # What is measured are clients at work: neither their threads' start nor a session's first step.
+        sessions[index].step(version="1").commit()
+        begin.wait()
         for _ in range(sizes.commits):
             started = time.perf_counter()
             sessions[index].step(version="1").commit()
             times.append(time.perf_counter() - started)
         return times
 
-    started = time.perf_counter()
     with ThreadPoolExecutor(sizes.clients) as pool:
-        times = [value for part in pool.map(client, range(sizes.clients)) for value in part]
+        parts = [pool.submit(client, index) for index in range(sizes.clients)]
+        begin.wait()
+        started = time.perf_counter()
+        times = [value for part in parts for value in part.result()]
     elapsed = time.perf_counter() - started
     return len(times) / elapsed, float(np.percentile(times, 99) * 1e3)
