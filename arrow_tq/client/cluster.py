@@ -14,7 +14,7 @@ from arrow_tq.client.pending import JoinedPuts
 from arrow_tq.client.placement import boot_id, choose, is_on
 from arrow_tq.client.puts import Puts
 from arrow_tq.client.samehost.writes import HostPlace
-from arrow_tq.client.shard_client import ShardClient, WatchedPut, after
+from arrow_tq.client.shard_client import ShardClient, WatchedPut, after, down
 from arrow_tq.client.shard_reads import Reader, no_such_shard, unreadable
 from arrow_tq_schemas.chunks import Chunk
 from arrow_tq_schemas.cluster import ClusterMap
@@ -149,12 +149,14 @@ class Cluster:
         client = self._client(number)
         if client is None:
             raise Unreachable(f"put: the cluster has no shard {number}", shard=number)
+        if not self._is_up(number) and (where := self.is_down(number)) is not None:
+            raise down(number, where)
         return WatchedPut(self, number, client.puts.put(field, chunks))
 
     def reserve(self, field: Field, run: str, rows: int, header_bytes: int, shard: int) -> Place | None:
         """Room in the memory of a shard of this machine; None where it is elsewhere, or gives none."""
         client = self._main if shard == OWN_NUMBER else self._client(shard)
-        if client is None or not client.near:
+        if client is None or not client.near or (shard != OWN_NUMBER and not self._is_up(shard)):
             return None
         return client.writes.reserve(field, run, rows, header_bytes, shard)
 
@@ -175,10 +177,7 @@ class Cluster:
     def views(self, number: int, request: Read) -> Iterator[Rows] | None:
         """See ``shard_reads.Shards``."""
         client = self._main if number == OWN_NUMBER else self._client(number)
-        entry = self.map().shard(number)
-        if client is None or not client.near or self._suspects.get(number, 0.0) > time.monotonic():
-            return None
-        if entry is None or not entry.up:
+        if client is None or not client.near or not self._is_up(number):
             return None
         try:
             return client.host.read(request)
@@ -227,6 +226,11 @@ class Cluster:
             counted.update(client.counters())
         mapped = sum(client.host.mapped_extents for client in self._all())
         return {**counted, "host_mapped_extents": mapped}
+
+    def _is_up(self, number: int) -> bool:
+        """As far as is known without asking."""
+        entry = self.map().shard(number)
+        return entry is not None and entry.up and self._suspects.get(number, 0.0) <= time.monotonic()
 
     def _all(self) -> list[ShardClient]:
         with self._lock:

@@ -129,9 +129,7 @@ class WatchedPut:
                     raise
                 where = self._watcher.is_down(self._number)
                 if where is not None:
-                    raise Unreachable(
-                        f"put: shard {self._number} at {where} is down", shard=self._number, url=where
-                    ) from None
+                    raise down(self._number, where) from None
                 if left_s <= STALL_S:
                     raise
             except (Unreachable, StoreFull):
@@ -140,6 +138,11 @@ class WatchedPut:
                 raise
             else:
                 return
+
+
+def down(number: int, url: str) -> Unreachable:
+    """Of a put to a shard that is known not to answer."""
+    return Unreachable(f"put: shard {number} at {url} is down", shard=number, url=url)
 
 
 def after(request: Read, rows: int) -> Read:

@@ -292,7 +292,7 @@ class Up:
 
 
 def test_a_put_whose_call_took_too_long_ends_with_that() -> None:
-    handle = PendingPut(1)
+    handle = PendingPut(1, lambda: None)
     handle.settle(errors.DeadlineExceeded("adopt: no answer"))
     began, watcher = time.monotonic(), Up()
     with pytest.raises(errors.DeadlineExceeded, match="no answer"):
@@ -301,7 +301,7 @@ def test_a_put_whose_call_took_too_long_ends_with_that() -> None:
 
 
 def test_a_shard_that_is_full_gets_nothing_for_a_while() -> None:
-    handle, watcher = PendingPut(1), Up()
+    handle, watcher = PendingPut(1, lambda: None), Up()
     handle.settle(errors.StoreFull("no room"))
     with pytest.raises(errors.StoreFull):
         WatchedPut(watcher, 3, handle).wait(None)

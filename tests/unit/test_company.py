@@ -57,15 +57,17 @@ def test_chunks_put_one_by_one_are_adopted_together_as_soon_as_somebody_waits() 
     class Grouped(Adopter):
         """Settles at once what a call would have adopted."""
 
-        def _adopt(self, items: list[Written]) -> None:  # type: ignore[override]
-            calls.append(len(items))
-            self._settle((one, None) for one in items)
+        def _adopt(self, files: list[list[Written]]) -> None:  # type: ignore[override]
+            calls.append(sum(map(len, files)))
+            self._settle((one, None) for items in files for one in items)
             told.set()
 
-    adopter = Grouped(cast(Host, None), cast(Puts, None), lambda item: None, lambda: False, LONG_S)
+    adopter = Grouped(
+        cast(Host, None), cast(Puts, None), lambda commands: [], lambda item: None, lambda: False, LONG_S
+    )
     # What follows tells hurrying apart from waiting long enough.
     adopter._company.linger_s = LONG_S
-    granted = SimpleNamespace(unadopted=0)
+    granted = SimpleNamespace(unadopted=0, let_go=lambda: None)
     handles = [PendingPut(1, adopter.hurry) for _ in range(10)]
     for handle in handles:
         adopter.submit([cast(Written, SimpleNamespace(granted=granted, nbytes=1, handle=handle))])
