@@ -176,12 +176,15 @@ def readers(store: Store, curve: Curve, count: int) -> None:
     session.finalize()
     ref = run.claim(1).ref
     command = [sys.executable, "-c", READER, store.url, run.name, ref, str(count), str(len(rows) + 1)]
-    processes = [
-        subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for rank in range(count)
-    ]
+    processes: list[subprocess.Popen[str]] = []
     try:
-        _await(processes, "ready")
+        # One after the other: many that start at once on a busy machine wait too long for their connection.
+        for rank in range(count):
+            started = subprocess.Popen(
+                [*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            processes.append(started)
+            _await([started], "ready")
         with curve.timed("fetch", count):
             for process in processes:
                 assert process.stdin is not None

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -118,6 +118,18 @@ class Pair:
         nbytes = int(str(reply["nbytes"]))
         return Outcome(self.system, payload, samples, recipe(payload).samples, nbytes)
 
+    def turn(self, outcome: Outcome) -> None:
+        """The first turn is counted cold; a later one after a round that is not counted.
+
+        While the others had their turns, what was freed here has gone back to the system, or to its host.
+        """
+        if outcome.times:
+            warming = replace(outcome, times={})
+            self.round(warming)
+            outcome.failed = warming.failed
+        if outcome.failed is None:
+            self.round(outcome)
+
     def round(self, outcome: Outcome) -> None:
         """Put, get, compare, remove; a failure ends this system's part in the payload."""
         try:
@@ -192,7 +204,7 @@ class Lineup:
         for _ in range(rounds):
             for system, outcome in outcomes.items():
                 if outcome.failed is None:
-                    self._started[system][1].round(outcome)
+                    self._started[system][1].turn(outcome)
         for system, outcome in outcomes.items():
             if outcome.failed is not None:
                 # It starts afresh with the next payload.

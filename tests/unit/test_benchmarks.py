@@ -125,7 +125,7 @@ def test_peers(system: str, payload: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_head_memory(tmp_path: Path) -> None:
     report = tmp_path / "head.json"
-    sizes = ("--trajectories", "16", "--tokens", "2048")
+    sizes = ("--trajectories", "32", "--tokens", "8192")
     done = _run("benchmarks.peers.head_memory", "--smoke", *sizes, "--json", str(report))
     assert done.returncode == 0, done.stderr
     content = json.loads(report.read_text())
