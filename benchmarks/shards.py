@@ -29,7 +29,7 @@ SHARDS = 4
 TIMES_MAX = 1.2
 """Of one server's time, that four shards may take."""
 WRITERS = 16
-WARM_TURNS = 6
+WARM_TURNS = 14
 """Until granted files are as large as they get, and their memory serves again."""
 STEPS = 4
 RANKS, TOKENS_A_MICRO_BATCH = 8, 32_768
