@@ -113,7 +113,7 @@ class Side:
             "routed_experts": random.integers(0, EXPERTS, (tokens, LAYERS, TOPK), dtype=np.uint8),
         }
         total = self._sessions * STEPS * tokens
-        self._out = {
+        self._out: dict[str, npt.NDArray[np.generic]] = {
             "token_ids": np.ones(total, np.int32),
             "routed_experts": np.ones((total, LAYERS, TOPK), np.uint8),
         }
