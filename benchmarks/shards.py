@@ -29,6 +29,8 @@ SHARDS = 4
 TIMES_MAX = 1.2
 """Of one server's time, that four shards may take."""
 WRITERS = 16
+WARM_TURNS = 14
+"""Until granted files are as large as they get, and their memory serves again."""
 STEPS = 4
 RANKS, TOKENS_A_MICRO_BATCH = 8, 32_768
 CONTROL = ("commit", "compose", "claim", "plan", "release")
@@ -43,7 +45,7 @@ def rows(sizes: Sizes) -> list[Row]:
             alone = Side(stack.enter_context(servers.cluster(0)), options, sizes, stack)
             many = Side(stack.enter_context(servers.cluster(SHARDS)), options, sizes, stack)
             # Files, connections and pages that a run has after its first batches.
-            for _ in range(2 if sizes.rounds > 1 else 1):
+            for _ in range(WARM_TURNS if sizes.rounds > 1 else 1):
                 alone.turn()
                 many.turn()
             alone.clear()
@@ -111,7 +113,7 @@ class Side:
             "routed_experts": random.integers(0, EXPERTS, (tokens, LAYERS, TOPK), dtype=np.uint8),
         }
         total = self._sessions * STEPS * tokens
-        self._out = {
+        self._out: dict[str, npt.NDArray[np.generic]] = {
             "token_ids": np.ones(total, np.int32),
             "routed_experts": np.ones((total, LAYERS, TOPK), np.uint8),
         }

@@ -26,7 +26,7 @@ from tests.clusters import Cluster
 
 EXPERTS = fields.routed_experts(4, 2, 200)
 GROUPED = Field(
-    "grouped", "int16", shape=(6, 3), layer_axis=0, layer_groups=[[0, 1], [2, 3, 4], [5]], num_experts=300
+    "grouped", "int16", shape=(6, 3), layer_axis=0, layer_groups=((0, 1), (2, 3, 4), (5,)), num_experts=300
 )
 FIELDS = [fields.token_ids(), EXPERTS, GROUPED]
 WIRE = ClientOptions(same_host=False)

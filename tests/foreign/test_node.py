@@ -23,7 +23,7 @@ from tests.clusters import Cluster
 SOURCE = Path(__file__).with_name("node")
 INSTALL_S, READ_S = 150, 100
 SHARDS, STEPS, TURN = 4, 12, 25
-GROUPED = Field("grouped", "int16", shape=(3, 2), layer_axis=0, layer_groups=[[0], [1, 2]])
+GROUPED = Field("grouped", "int16", shape=(3, 2), layer_axis=0, layer_groups=((0,), (1, 2)))
 LABELS = ["token_ids", "logprobs", "routed_experts", "grouped:0", "grouped:1"]
 SESSIONS = ["a", "b", "c"]
 
