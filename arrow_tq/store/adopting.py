@@ -33,7 +33,7 @@ IsHere = Callable[[ChunkId, str, str], bool]
 class _Told(NamedTuple):
     """One chunk as its writer describes it; nothing of it was looked at yet."""
 
-    index: int
+    number: int
     chunk_id: ChunkId
     header: ChunkHeader
     raw: bytes
@@ -80,7 +80,7 @@ class Adoption:
                 try:
                     found = self._believe(told, memory, window[0].offset)
                 except ArrowTQError as error:
-                    verdicts[told.index] = error.to_wire()
+                    verdicts[told.number] = error.to_wire()
                     continue
                 if found is not None:
                     good.append(found)
