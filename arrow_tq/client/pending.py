@@ -34,16 +34,18 @@ class PendingPut:
     def settle(self, error: ArrowTQError | None) -> None:
         """One chunk is stored, or failed."""
         with self._changed:
-            self._left -= 1
             if self._error is None:
                 self._error = error
+            # Last: who sees that none is left also sees the error.
+            self._left -= 1
             if not self._left:
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when every chunk is stored; raise the first error once all are settled."""
-        if self._left:
-            self._hurry()
+        if not self._left and self._error is None:
+            return
+        self._hurry()
         with self._changed:
             if not self._changed.wait_for(lambda: self._left == 0, timeout_s):
                 raise DeadlineExceeded(f"put: {self._left} chunks were not stored within {timeout_s:g} s")

@@ -58,6 +58,6 @@ def store_batch(
                 outcomes[index] = error
         return outcomes
     refused = shard.put_many(field, [chunk for _, chunk in good], info.durability)
-    for (index, _), refusal in zip(good, refused, strict=True):
-        outcomes[index] = refusal
+    for (index, _), outcome in zip(good, refused, strict=True):
+        outcomes[index] = outcome
     return outcomes

@@ -196,6 +196,28 @@ def test_parts_are_read_in_parallel_and_the_first_error_is_raised(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("arrow-tq-fetch")]
 
 
+def test_a_large_field_is_read_in_parts_at_a_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = store.run("r", fields=[fields.token_ids(), Field("x", "uint8", shape=(4,))])
+    run.chunk_bytes = 64
+    tokens = np.arange(200, dtype=np.int32)
+    kept = np.random.default_rng(0).integers(0, 256, (200, 4), np.uint8)
+    finalized(run, token_ids=(0, tokens), x=(0, kept))
+    monkeypatch.setattr("arrow_tq.trainer.fetch.PART_BYTES_MIN", 256)
+    monkeypatch.setattr(type(run.backend), "reads_at_once", 2)
+    run.reading = Reading(parallel_bytes_min=0)
+    both = threading.Barrier(2, timeout=30)
+    plain = run.backend.read
+
+    def meet(request: Read) -> Iterator[Rows]:
+        both.wait()
+        return plain(request)
+
+    monkeypatch.setattr(run.backend, "read", meet)
+    out = np.zeros((200, 4), np.int32)
+    run.claim(1).fetch("x", out={"x": out})
+    np.testing.assert_array_equal(out, kept)
+
+
 def test_pending_rows_are_waited_for_and_named(store: Store) -> None:
     run = open_run(store)
     session = run.session("s")

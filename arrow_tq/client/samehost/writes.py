@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from arrow_tq.backend import Header, Place
+from arrow_tq.backend import Header, Place, PutHandle
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.pending import JoinedPuts, PendingPut, Room
 from arrow_tq.client.puts import Puts
@@ -91,8 +91,9 @@ class HostWrites:
         self._let_go(held, size)
         return None
 
-    def stored(self, run: str, places: Sequence[Place]) -> JoinedPuts:
-        return JoinedPuts([place.handle for place in places if isinstance(place, HostPlace)])
+    def stored(self, run: str, places: Sequence[Place]) -> PutHandle:
+        handles = [place.handle for place in places if isinstance(place, HostPlace)]
+        return handles[0] if len(handles) == 1 else JoinedPuts(handles)
 
     def published(self, items: Sequence[Written]) -> None:
         """Chunks that are complete in their files."""
