@@ -292,3 +292,26 @@ def test_pending_chunks_are_waited_for(run: Run) -> None:
     (rows,) = list(run.backend.read(request(run, EXPERTS, receipt, wait_s=20.0)))
     timer.join()
     assert np.array_equal(rows.values, experts(3))
+
+
+def test_large_reads_are_placed_in_parts_the_same_as_over_the_wire(server: Server, store: Store) -> None:
+    field = fields.routed_experts(40, 8, 256)
+    tokens, pieces = 6000, 12
+    kept = np.random.default_rng(0).integers(0, 256, (pieces * tokens, 40, 8), np.uint8)
+    run = store.run("large-parts", fields=[fields.token_ids(), field])
+    session = run.session("s")
+    with session.step() as step:
+        step.put("token_ids", np.zeros(len(kept) + 1, np.int32), start=0)
+        for piece in range(pieces):
+            part = kept[piece * tokens : (piece + 1) * tokens]
+            step.put("routed_experts", part, start=piece * tokens)
+    session.finalize()
+    batch = run.claim(1)
+    for _ in range(3):
+        out = np.ones((len(kept) + 1, 40, 8), np.int32)
+        batch.fetch("routed_experts", out={"routed_experts": out})
+        assert np.array_equal(out[:-1], kept)
+    with arrow_tq.connect(server.url, options=ClientOptions(same_host=False)) as wired:
+        there = wired.run("large-parts").attach(batch.ref, rank=0, world=1)
+        assert np.array_equal(there.fetch("routed_experts")["routed_experts"][0], kept)
+        there.release()
