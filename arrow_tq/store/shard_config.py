@@ -38,8 +38,8 @@ class ShardConfig:
     grow_bytes: int = 4 << 20
     ahead_bytes: int = 64 << 20
     seal_idle_s: float = 15.0
-    recycle_bytes: int = 512 << 20
-    recycle_idle_s: float = 10.0
+    recycle_bytes: int = 1 << 30
+    recycle_idle_s: float = 300.0
     run_quota_bytes: int | None = None
     run_quotas: Mapping[str, int] = field(default_factory=dict)
 

@@ -29,7 +29,6 @@ CHUNKS_A_GRANT = 4
 """Of the largest chunk met so far: a file holds so many at least."""
 REFUSED_S = 10.0
 """How long the wire is used after a grant was refused."""
-POPULATE_BYTES = 4 * MIB
 
 
 class Granted:
@@ -73,16 +72,13 @@ class Granted:
             self._memory = self._appender = None
 
     def _populate(self) -> None:
-        """Fault memory in ahead of the writer, in steps that it hardly notices."""
+        """Fault memory in ahead of the writer: in one call: between two it waits for the interpreter.
+
+        An older kernel, or a file that was cut, refuses: then whoever writes faults its pages in.
+        """
         memory = self._memory
-        if memory is None:
-            return
-        first = memory.ctypes.data
-        for place in range(0, self.size_bytes, POPULATE_BYTES):
-            size = min(POPULATE_BYTES, self.size_bytes - place)
-            if populate(first + place, size):
-                # An older kernel, or a file that was cut: whoever writes faults its pages in.
-                return
+        if memory is not None:
+            populate(memory.ctypes.data, self.size_bytes)
 
 
 class Writer:

@@ -28,6 +28,8 @@ SWEEP_S = 2.0
 """How often what was released leaves the cache of other nodes' chunks; reads look before they are served."""
 RECONCILED_AT_A_TIME = 20_000
 """Chunks; between two such pieces a beat may be due."""
+JOINING_S = 2.0
+"""How long a call waits for the answer to a join that is under way."""
 STOP_S = 10.0
 
 
@@ -112,6 +114,8 @@ class Membership:
         if self._refused is None and place is not None and self._lapsed(place):
             self._renew()
             place = self._place
+        if self._refused is None and place is None:
+            place = self._joining()
         if self._refused is not None:
             raise self._refused
         if place is None:
@@ -152,6 +156,12 @@ class Membership:
 
     def _lapsed(self, place: Place) -> bool:
         return time.monotonic() - self._renewed_at > place.lease_s
+
+    def _joining(self) -> Place | None:
+        """The place after a round that is under way: its catalog counts on it before it knows so."""
+        if self._round.acquire(timeout=JOINING_S):
+            self._round.release()
+        return self._place
 
     def _renew(self) -> None:
         """Beat now, from a caller's thread; one of them at a time."""
