@@ -18,7 +18,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.put_s = self._histogram("put_seconds", "From the arrival of a message of chunks until they are stored")
+        self.put_s = self._histogram(
+            "put_seconds", "From the arrival of a message of chunks until they are stored"
+        )
         self.ack_s = self._histogram("put_ack_seconds", "Making chunks durable and acking them")
         self.commit_s = self._histogram("commit_seconds", "One message of step commits")
         self.get_s = self._histogram("get_seconds", "One answer, from first to last message")
