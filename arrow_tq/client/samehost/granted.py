@@ -72,7 +72,7 @@ class Granted:
             self._memory = self._appender = None
 
     def _populate(self) -> None:
-        """Fault memory in ahead of the writer: in one call: between two it waits for the interpreter.
+        """Fault memory in ahead of the writer, in one call: between two it waits for the interpreter.
 
         An older kernel, or a file that was cut, refuses: then whoever writes faults its pages in.
         """
