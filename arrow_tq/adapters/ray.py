@@ -49,7 +49,7 @@ from arrow_tq.client.tls import Tls
 from arrow_tq_schemas.cluster import ClusterMap, GetCluster
 from arrow_tq_schemas.commands import View
 from arrow_tq_schemas.errors import Conflict, InvalidInput, NotFound, Unavailable
-from arrow_tq_schemas.names import check_id
+from arrow_tq_schemas.names import check_store
 
 if TYPE_CHECKING:
     from arrow_tq.interface import Store
@@ -88,7 +88,7 @@ def start(
         data_root: directory on every node; the servers' directories are made in it. ``$NAME`` is a variable
             of the node.
         doors: who may come in: ``Doors(...)``, or ``OPEN`` for everybody who can connect.
-        name: of this store in the Ray cluster.
+        name: of this store in the Ray cluster: letters, digits, ``_`` and ``-``.
         shards_per_node: shards on each node.
         nodes: nodes that get shards; None: all that have CPUs for them.
         cpus_per_shard: what Ray reserves for each of them.
@@ -109,7 +109,7 @@ def start(
         InvalidInput: settings that contradict each other.
         Unavailable: a shard's directory is nowhere, or not all came up in time; nothing is left running.
     """
-    check_id(name, "store name")
+    check_store(name)
     if shards_per_node < 1:
         raise InvalidInput(f"shards_per_node is {shards_per_node}: expected 1 or more")
     doors.check(token, settings or ())

@@ -9,6 +9,7 @@ from arrow_tq_schemas.errors import InvalidInput
 ID_BYTES_MAX = 256
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_STORE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
 
 def check_identifier(value: str, what: str) -> str:
@@ -25,6 +26,15 @@ def check_run(value: str) -> str:
     if not isinstance(value, str) or not _RUN.fullmatch(value):
         raise InvalidInput(
             f"run {value!r}: expected a letter or digit and then letters, digits or ._-, 128 at most"
+        )
+    return value
+
+
+def check_store(value: str) -> str:
+    """A store's name: it names a folder too, and what belongs to the store is called ``NAME.WHAT``."""
+    if not isinstance(value, str) or not _STORE.fullmatch(value):
+        raise InvalidInput(
+            f"store {value!r}: expected a letter or digit and then letters, digits or _-, 128 at most"
         )
     return value
 

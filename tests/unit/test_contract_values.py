@@ -56,6 +56,12 @@ def test_runs_name_folders(value: object) -> None:
         names.check_run(value)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("value", ["", "..", "a/b", "a.shard-1", "-a", "x" * 129, None])
+def test_stores_name_folders_and_what_belongs_to_them(value: object) -> None:
+    with pytest.raises(InvalidInput, match=r"^store .*: expected a letter or digit and then"):
+        names.check_store(value)  # type: ignore[arg-type]
+
+
 # -- chunk ids -------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from arrow_tq_schemas.errors import Conflict, InvalidInput, Unavailable
 
 pytest.importorskip("ray", reason="needs the extra ray")
 
+from arrow_tq.adapters.ray import start
 from arrow_tq.adapters.ray_doors import OPEN, Doors
 from arrow_tq.adapters.ray_placing import Found, Node, Seat, ShardFolder, check_known, on_node, seat
 
@@ -113,3 +114,9 @@ def test_doors_are_the_servers_settings() -> None:
         doors.check(None, ())
     with pytest.raises(InvalidInput, match="setting tokens_file"):
         OPEN.check(None, ["lease_s", "tokens_file"])
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "first.shard-1", ""])
+def test_a_store_is_not_named_like_a_path_or_a_part_of_another(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"^store "):
+        start(tmp_path, doors=OPEN, name=name)
