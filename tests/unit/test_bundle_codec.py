@@ -51,6 +51,13 @@ def test_rows_larger_than_a_block_are_cut_and_put_together(monkeypatch: pytest.M
         same(got["wide"], value["wide"][rows])
 
 
+def test_an_empty_tensor_of_numpy_among_other_rows() -> None:
+    import torch
+
+    value = {"x": [torch.from_numpy(np.full(0, 0, np.float32)), 1, torch.from_numpy(np.ones((2, 0)))]}
+    same(value, Memory(value).get())
+
+
 def test_layouts_are_what_the_documentation_says() -> None:
     memory = Memory(everything())
     columns = {
