@@ -7,7 +7,7 @@ Flight. Everything that users touch (runs, sessions, batches) is written once, o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -61,8 +61,18 @@ class Rows:
     valid: npt.NDArray[np.bool_] | None
 
 
-Fill = Callable[[npt.NDArray[np.uint8]], None]
-"""Writes bytes into the memory that it is given, all of it."""
+Fill = Callable[[npt.NDArray[np.uint8]], Iterable[int]]
+"""Writes bytes into the memory that it is given, all of it, while what it returns is gone through.
+
+That is the end of each part when it is written, in order, so that it can be hashed while it is in the
+processor's cache; the rest after the last is one part.
+"""
+
+
+def written(out: npt.NDArray[np.uint8], values: npt.NDArray[np.uint8]) -> Iterable[int]:
+    """A ``Fill`` with bytes that are there already."""
+    np.copyto(out, values)
+    return ()
 
 
 class BundleWriter(Protocol):
@@ -76,8 +86,11 @@ class BundleWriter(Protocol):
     def chunk_bytes(self) -> int:
         """Aimed size of a chunk."""
 
-    def write(self, nbytes: int, fill: Fill) -> None:
-        """Store the next chunk; ``fill`` is called once, before this returns. May block for room."""
+    def write(self, index: int, nbytes: int, fill: Fill) -> None:
+        """Store the chunk of that number; ``fill`` is called once, before this returns. May block for room.
+
+        Chunks come in any order, each once; those of a bundle count from 0 without a gap.
+        """
 
     def finish(self) -> None:
         """Return when every chunk is stored, as durable as the run says; raise the first error."""

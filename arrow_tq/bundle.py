@@ -7,13 +7,14 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import count
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from arrow_tq.backend import Backend, BundleWriter, Read
+from arrow_tq.backend import Backend, BundleWriter, Read, written
 from arrow_tq.bundles import LayoutMiss, Structure, pack, plan_fields
 from arrow_tq.bundles.columns import column_names, positions_of, to_table
 from arrow_tq.bundles.infer import SCHEMA_WORDS
@@ -111,14 +112,16 @@ class Bundles:
     ) -> str:
         plans = plan_fields(value, words, hints)
         writer = self._backend.bundle_writer(info)
-        structure, chunks = pack(plans, None, writer.chunk_bytes)
-        head = structure.to_bytes()
-        if len(head) > STRUCTURE_BYTES_MAX:
-            raise InvalidInput(f"bundle: a structure of {len(head)} bytes, at most {STRUCTURE_BYTES_MAX}")
+        numbers = count(1)
         try:
-            writer.write(len(head), lambda out: np.copyto(out, np.frombuffer(head, np.uint8)))
-            for chunk in chunks:
-                writer.write(chunk.nbytes, chunk.fill)
+            structure = pack(
+                plans, None, writer.chunk_bytes, lambda size, fill: writer.write(next(numbers), size, fill)
+            )
+            head = structure.to_bytes()
+            if len(head) > STRUCTURE_BYTES_MAX:
+                raise InvalidInput(f"bundle: a structure of {len(head)} bytes, at most {STRUCTURE_BYTES_MAX}")
+            # First by its number: it says where all else lies, which is known now.
+            writer.write(0, len(head), lambda out: written(out, np.frombuffer(head, np.uint8)))
             writer.finish()
             names = [plan.name for plan in plans[:FIELDS_NAMED_MAX]]
             self._commit(writer, info, structure, len(head), names, metadata)

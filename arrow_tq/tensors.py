@@ -218,6 +218,9 @@ def check_plain(value: object) -> torch.Tensor:
 
 def to_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """A plain tensor's values in C order, any dtype: a view where it is contiguous."""
+    if not tensor.numel():
+        # numpy's empty arrays have strides that torch cannot view as bytes.
+        return np.empty(0, np.uint8)
     flat: npt.NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from arrow_tq.backend import Fill
 from arrow_tq.bundles import LayoutMiss, Structure, pack, plan_fields
 from arrow_tq.bundles.pieces import Span
 from arrow_tq.bundles.rebuild import keys_of, read_fields, rebuild
@@ -38,14 +39,17 @@ class Memory:
         self, value: dict[Any, Any], schema: Mapping[str, str], hints: Mapping[str, str], chunk_bytes: int
     ) -> None:
         plans = plan_fields(value, schema, hints)
-        structure, chunks = pack(plans, None, chunk_bytes)
-        self.layouts = {plan.name: plan.layout for plan in plans}
         self.chunks: list[npt.NDArray[np.uint8]] = []
-        for plan in chunks:
-            out = np.full(plan.nbytes, 0xAA, np.uint8)
-            plan.fill(out)
+
+        def write(nbytes: int, fill: Fill) -> None:
+            out = np.full(nbytes, 0xAA, np.uint8)
+            ends = list(fill(out))
+            assert ends == sorted(ends) and all(0 < end <= nbytes for end in ends)
             out.flags.writeable = False
             self.chunks.append(out)
+
+        structure = pack(plans, None, chunk_bytes, write)
+        self.layouts = {plan.name: plan.layout for plan in plans}
         self.structure = Structure.from_bytes(structure.to_bytes())
 
     def fetch(self, spans: Sequence[Span]) -> list[npt.NDArray[np.uint8]]:

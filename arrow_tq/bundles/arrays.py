@@ -3,58 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from arrow_tq.bundles import tensors_io
+from arrow_tq.bundles.array_rows import AHEAD, ArrayRows
 from arrow_tq.bundles.dtypes import dtype_json
-from arrow_tq.bundles.plans import (
-    BlockPlan,
-    Bytes,
-    FieldPlan,
-    Sizes,
-    array_blocks,
-    as_bytes,
-    columns_of,
-    row_blocks,
-)
+from arrow_tq.bundles.plans import BlockPlan, Bytes, FieldPlan, LayoutMiss, array_blocks, as_bytes, row_blocks
 from arrow_tq_schemas.errors import InvalidInput
 
-Rows = Sequence[object]
-_dtype_of, _ndim_of, _shape_of = attrgetter("dtype"), attrgetter("ndim"), attrgetter("shape")
 
-
-def plan_rows(plan: FieldPlan, rows: Rows, present: Sequence[object]) -> bool:
+def plan_rows(plan: FieldPlan, rows: Sequence[object], some: object, hint: str | None) -> bool:
     """Plan a list of arrays, or of tensors, with None between them; False where they differ in kind.
+
+    ``some`` is one of them. Rows are looked at when it is their turn to be gathered: ``LayoutMiss`` then.
 
     Raises:
         InvalidInput: a row whose values cannot be stored; names it.
     """
-    numpy = type(present[0]) is np.ndarray
-    dtypes, ndims = set(map(_dtype_of, present)), set(map(_ndim_of, present))
-    if len(dtypes) != 1 or len(ndims) != 1:
-        return False
-    (ndim,) = ndims
     try:
-        if numpy:
-            (dtype,) = dtypes
-            described, item = dtype_json(dtype), dtype.itemsize
+        if isinstance(some, np.ndarray):
+            described, item, ndim = dtype_json(some.dtype), some.dtype.itemsize, some.ndim
         else:
-            described = tensors_io.described(present[0]).dtype
-            item = tensors_io.item_bytes(described)
+            kind = tensors_io.described(some)
+            described, item, ndim = kind.dtype, tensors_io.item_bytes(kind.dtype), len(kind.shape)
     except InvalidInput as error:
         raise InvalidInput(f"{plan.name}: {error.message}", path=plan.name) from None
+    looked = ArrayRows(plan.name, rows, some, item)
+    try:
+        looked.look_ahead(hint == AHEAD)
+    except LayoutMiss:
+        return False
     plan.layout = "arrays"
-    plan.meta = {"of": "numpy" if numpy else "torch", "dtype": described, "ndim": ndim}
-    sizes = _plan_shapes(plan, present, rows, ndim) * item
-    if numpy:
-        native = dtype.isnative and dtype.kind in "biufc"
-        source: _Source = _Arrays(rows, dtype if native else None, ndim)
+    plan.meta = {
+        "of": "numpy" if isinstance(some, np.ndarray) else "torch",
+        "dtype": described,
+        "ndim": ndim,
+    }
+    if looked.all_looked_at:
+        plan.buffers.update(looked.sides(plan.meta))
     else:
-        source = _Tensors(plan.name, rows)
-    plan.buffers["values"] = row_blocks(sizes, source.write, source.row)
+        plan.late = partial(looked.sides, plan.meta)
+    plan.buffers["values"] = looked.blocks()
     return True
 
 
@@ -94,80 +86,3 @@ def _array_blocks(values: npt.NDArray[np.generic]) -> list[BlockPlan]:
         lambda first, end, out: np.copyto(out, as_bytes(values[first:end])),
         lambda index: as_bytes(values[index : index + 1]),
     )
-
-
-def _plan_shapes(plan: FieldPlan, present: Sequence[object], rows: Rows, ndim: int) -> Sizes:
-    """Shapes (1-d: lengths) of all rows into ``plan``, those of None as 0; gives elements by row."""
-    if ndim == 1:
-        known: Sizes = np.fromiter(map(len, present), np.int64, len(present))  # type: ignore[arg-type]
-    else:
-        known = np.array(list(map(_shape_of, present)), np.int64).reshape(len(present), ndim)
-    if len(present) < len(rows):
-        valid = np.fromiter((row is not None for row in rows), np.bool_, len(rows))
-        plan.buffers["valid"] = array_blocks(valid)
-        whole = np.zeros((len(rows), *known.shape[1:]), np.int64)
-        whole[valid] = known
-        known = whole
-    if ndim == 1:
-        meta, buffers = columns_of(known)
-        elements = known
-    else:
-        meta, buffers = {}, {}
-        if (known == known[0]).all() and "valid" not in plan.buffers:
-            meta["shape"] = [int(one) for one in known[0]]
-        else:
-            buffers["shapes"] = array_blocks(known) if ndim else []
-        elements = known.prod(axis=1, dtype=np.int64)
-    plan.meta.update(meta)
-    plan.buffers.update(buffers)
-    if "valid" in plan.buffers and ndim != 1:
-        elements = elements * valid
-    return elements
-
-
-class _Source:
-    """Where the bytes of rows come from."""
-
-    def write(self, first: int, end: int, out: Bytes) -> None:
-        raise NotImplementedError
-
-    def row(self, index: int) -> Bytes:
-        raise NotImplementedError
-
-
-class _Arrays(_Source):
-    def __init__(self, rows: Rows, native: np.dtype[np.generic] | None, ndim: int) -> None:
-        self._rows = rows
-        self._native = native
-        self._flat = ndim == 1
-
-    def write(self, first: int, end: int, out: Bytes) -> None:
-        parts: list[npt.NDArray[np.generic]] = [row for row in self._rows[first:end] if row is not None]  # type: ignore[misc]
-        if not self._flat:
-            parts = [row.reshape(-1) for row in parts]
-        if self._native is None:
-            # Byte order, records, times: as they lie in memory.
-            parts = [as_bytes(row) for row in parts]
-            np.concatenate(parts, out=out)
-        else:
-            np.concatenate(parts, out=out.view(self._native))
-
-    def row(self, index: int) -> Bytes:
-        return as_bytes(self._rows[index])  # type: ignore[arg-type]
-
-
-class _Tensors(_Source):
-    def __init__(self, name: str, rows: Rows) -> None:
-        self._name = name
-        self._rows = rows
-
-    def write(self, first: int, end: int, out: Bytes) -> None:
-        parts = [self.row(index) for index in range(first, end) if self._rows[index] is not None]
-        np.concatenate(parts, out=out)
-
-    def row(self, index: int) -> Bytes:
-        try:
-            return tensors_io.as_bytes(self._rows[index])
-        except InvalidInput as error:
-            path = f"{self._name}[{index}]"
-            raise InvalidInput(f"{path}: {error.message}", path=path) from None

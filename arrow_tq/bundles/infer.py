@@ -76,6 +76,9 @@ def plan_field(plan: FieldPlan, value: object, word: str, hint: str | None) -> N
 
 
 def _plan_column(plan: FieldPlan, rows: list[object], hint: str | None) -> bool:
+    some = next((row for row in rows if row is not None), None)
+    if type(some) is np.ndarray or tensors_io.is_tensor(some):
+        return arrays.plan_rows(plan, rows, some, hint)
     kinds = set(map(type, rows))
     present: Sequence[object] = rows
     if type(None) in kinds:
@@ -83,10 +86,7 @@ def _plan_column(plan: FieldPlan, rows: list[object], hint: str | None) -> bool:
         present = [row for row in rows if row is not None]
     if len(kinds) != 1:
         return False
-    (kind,) = kinds
-    if kind is np.ndarray or tensors_io.is_tensor(present[0]):
-        return arrays.plan_rows(plan, rows, present)
-    if kind is list:
+    if kinds == {list}:
         return lists.plan_rows(plan, rows, present, hint)  # type: ignore[arg-type]
     return scalars.plan_rows(plan, rows, present)
 

@@ -44,7 +44,7 @@ def plan_rows(plan: FieldPlan, rows: Rows, present: Sequence[list[object]], hint
 
     The types of all elements are checked when they are written: ``LayoutMiss`` then.
     """
-    element = hint or next((_ELEMENTS.get(type(row[0])) for row in present if row), None)
+    element = hint if hint in DTYPES else next((_ELEMENTS.get(type(row[0])) for row in present if row), None)
     if element not in DTYPES:
         return False
     lengths = np.fromiter((0 if row is None else len(row) for row in rows), np.int64, len(rows))

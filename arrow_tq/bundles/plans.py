@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,8 +14,8 @@ Sizes = npt.NDArray[np.int64]
 Fill = Callable[[Bytes], None]
 """Writes a block into the memory it is given, all of it."""
 
-BLOCK_BYTES = 2 << 20
-"""Aimed size of a block: one message on the wire, a few in a chunk."""
+BLOCK_BYTES = 1 << 20
+"""Aimed size of a block: what a processor's own cache holds while it is gathered and hashed."""
 BLOCK_BYTES_MAX = 48 << 20
 """A row larger than this is cut into several blocks."""
 
@@ -29,9 +29,15 @@ class BlockPlan:
     fill: Fill
 
 
+Buffers = dict[str, list[BlockPlan]]
+
+
 @dataclass(slots=True, eq=False)
 class FieldPlan:
-    """One field, looked at and not copied yet. Attributes as in ``FieldLayout``."""
+    """One field, looked at and not copied yet. Attributes as in ``FieldLayout``.
+
+    A buffer's blocks may be made while they are taken: then some rows were not looked at yet.
+    """
 
     key: object
     name: str
@@ -41,7 +47,9 @@ class FieldPlan:
     sequence: bool
     """Whether the value is a sequence of ``count`` rows."""
     meta: dict[str, object] = field(default_factory=dict)
-    buffers: dict[str, list[BlockPlan]] = field(default_factory=dict)
+    buffers: dict[str, Iterable[BlockPlan]] = field(default_factory=dict)
+    late: Callable[[], Buffers] | None = None
+    """Buffers that are known when all blocks of ``buffers`` were taken; completes ``meta``."""
 
 
 class LayoutMiss(Exception):
@@ -58,12 +66,12 @@ class LayoutMiss(Exception):
         self.instead = instead
 
 
-def ranges(sizes: Sizes, limit: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """Rows in ranges of about ``limit`` bytes, never less than a row."""
+def ranges(sizes: Sizes) -> Iterator[tuple[int, int]]:
+    """Rows in ranges of about ``BLOCK_BYTES``, never less than a row."""
     ends = np.cumsum(sizes, dtype=np.int64)
     first, before = 0, 0
     while first < len(sizes):
-        end = max(int(np.searchsorted(ends, before + limit, side="right")), first + 1)
+        end = max(int(np.searchsorted(ends, before + BLOCK_BYTES, side="right")), first + 1)
         yield first, end
         first, before = end, int(ends[end - 1])
 
@@ -86,14 +94,23 @@ def row_blocks(
     blocks: list[BlockPlan] = []
     for first, end in ranges(sizes):
         nbytes = int(sizes[first:end].sum())
-        if nbytes <= BLOCK_BYTES_MAX or end - first > 1:
+        if is_cut(nbytes, end - first):
+            blocks += cut_row(nbytes, partial(write_part, first))
+        else:
             blocks.append(BlockPlan(nbytes, end - first, partial(write, first, end)))
-            continue
-        for low in range(0, nbytes, BLOCK_BYTES_MAX):
-            high = min(low + BLOCK_BYTES_MAX, nbytes)
-            fill = partial(write_part, first, low, high)
-            blocks.append(BlockPlan(high - low, int(low == 0), fill))
     return blocks
+
+
+def is_cut(nbytes: int, rows: int) -> bool:
+    """Whether a block of so many rows is one row that is larger than a block may be."""
+    return nbytes > BLOCK_BYTES_MAX and rows == 1
+
+
+def cut_row(nbytes: int, write: Callable[[int, int, Bytes], None]) -> Iterator[BlockPlan]:
+    """Blocks of one row; ``write`` writes bytes ``[low, high)`` of it."""
+    for low in range(0, nbytes, BLOCK_BYTES_MAX):
+        high = min(low + BLOCK_BYTES_MAX, nbytes)
+        yield BlockPlan(high - low, int(low == 0), partial(write, low, high))
 
 
 def array_blocks(values: npt.NDArray[np.generic]) -> list[BlockPlan]:
@@ -125,9 +142,7 @@ def _nothing(out: Bytes) -> None:
     """A block without bytes."""
 
 
-def columns_of(
-    lengths: Sequence[int] | Sizes, name: str = "lengths"
-) -> tuple[dict[str, object], dict[str, list[BlockPlan]]]:
+def columns_of(lengths: Sequence[int] | Sizes, name: str = "lengths") -> tuple[dict[str, object], Buffers]:
     """Row lengths as a number (all equal) in ``meta``, or as a buffer."""
     sizes = np.asarray(lengths, np.int64)
     if len(sizes) and (sizes == sizes[0]).all():

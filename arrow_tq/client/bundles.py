@@ -83,16 +83,16 @@ class FlightBundleWriter:
         self._wait_s = wait_s
         self._placer: Placer | None = backend.placer
         self.bundle_id = IdSeries().next(cluster.place()).hex
-        self._written = 0
+        self._written: list[int] = []
         self._underway: deque[Underway] = deque()
         self._underway_bytes = 0
 
-    def write(self, nbytes: int, fill: Fill) -> None:
+    def write(self, index: int, nbytes: int, fill: Fill) -> None:
         while self._underway and self._underway_bytes + nbytes > self._staging_bytes_max:
             self._settle()
-        header = chunk_header(self.bundle_id, self._written, nbytes, self._info.run, self._info.epoch)
+        header = chunk_header(self.bundle_id, index, nbytes, self._info.run, self._info.epoch)
         one = self._place(header, fill) or self._send(header, fill)
-        self._written += 1
+        self._written.append(index)
         self._underway.append(one)
         self._underway_bytes += one.nbytes
 
@@ -107,7 +107,7 @@ class FlightBundleWriter:
             with contextlib.suppress(ArrowTQError):
                 one.handle.wait(max(until - time.monotonic(), 0.0))
         self._underway.clear()
-        ids = [chunk_id(self.bundle_id, index).hex for index in range(self._written)]
+        ids = [chunk_id(self.bundle_id, index).hex for index in self._written]
         if ids:
             # Where nobody can be told, it is reaped as an orphan.
             with contextlib.suppress(ArrowTQError):
@@ -125,8 +125,7 @@ class FlightBundleWriter:
             return None
         try:
             values = place.values[0].view(np.uint8)
-            fill(values)
-            header = checksummed(header, values)
+            header = checksummed(header, values, fill(values))
             place.publish(
                 [Header(header.chunk_id, header.epoch, header.start, header.checksum, header.to_bytes())]
             )
@@ -139,8 +138,8 @@ class FlightBundleWriter:
         """By way of a staging block."""
         block = self._staging.take(header.rows)
         values = block[: header.rows]
-        fill(values)
-        handle = self._cluster.put(BUNDLE_FIELD, [Chunk(checksummed(header, values), values, None)])
+        header = checksummed(header, values, fill(values))
+        handle = self._cluster.put(BUNDLE_FIELD, [Chunk(header, values, None)])
         return Underway(handle, len(block), block)
 
     def _settle(self) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 
 import numpy as np
 
-from arrow_tq.backend import Fill
+from arrow_tq.backend import Fill, written
 from arrow_tq.store.catalog import Catalog
 from arrow_tq.store.holding import Attached, ChunkHolder
 from arrow_tq.store.shard import Shard
@@ -208,19 +208,19 @@ class EngineBundleWriter:
         self._shard = shard
         self._info = info
         self.bundle_id = IdSeries().next(0).hex
-        self._written = 0
+        self._written: list[int] = []
 
-    def write(self, nbytes: int, fill: Fill) -> None:
-        header = chunk_header(self.bundle_id, self._written, nbytes, self._info.run, self._info.epoch)
+    def write(self, index: int, nbytes: int, fill: Fill) -> None:
+        header = chunk_header(self.bundle_id, index, nbytes, self._info.run, self._info.epoch)
         self._shard.fill(BUNDLE_FIELD, header, fill, self._info.durability)
-        self._written += 1
+        self._written.append(index)
 
     def finish(self) -> None:
         if self._info.durability == "disk":
             self._shard.sync(self._info.run)
 
     def abandon(self) -> None:
-        self._shard.drop_unpinned([chunk_id(self.bundle_id, index) for index in range(self._written)])
+        self._shard.drop_unpinned([chunk_id(self.bundle_id, index) for index in self._written])
 
 
 def _attached(command: CommitBundle) -> list[Attached]:
@@ -240,4 +240,4 @@ def _attached(command: CommitBundle) -> list[Attached]:
 
 def receive_bundle_chunk(shard: Shard, header: ChunkHeader, values: np.ndarray, info: RunInfo) -> None:
     """Store a bundle's chunk that came from the network, checked already."""
-    shard.fill(BUNDLE_FIELD, header, lambda out: np.copyto(out, values), info.durability)
+    shard.fill(BUNDLE_FIELD, header, lambda out: written(out, values), info.durability)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -174,9 +175,10 @@ class Shard:
             # As long with any other checksum: the values come first, and are hashed where they lie.
             reserved = extent.reserve(header.rows, len(header.to_bytes()))
             values = reserved.values.view(np.uint8)
-            fill(values)
             if header.checksum == UNKNOWN_CHECKSUM:
-                header = checksummed(header, values)
+                header = checksummed(header, values, fill(values))
+            else:
+                deque(fill(values), 0)
             entry = extent.complete(
                 *(chunk_id, reserved, header.to_bytes(), header.epoch, header.start, header.checksum)
             )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from arrow_tq_schemas.chunks import ChunkHeader, checksum
+from arrow_tq_schemas.chunks import ChunkHeader, begin_checksum
 from arrow_tq_schemas.commands import BUNDLE_METADATA_BYTES_MAX
 from arrow_tq_schemas.errors import InvalidInput
 from arrow_tq_schemas.fields import Field
@@ -98,10 +99,19 @@ def chunk_header(bundle_id: str, index: int, nbytes: int, run: str, epoch: int) 
     )
 
 
-def checksummed(header: ChunkHeader, values: npt.NDArray[np.uint8]) -> ChunkHeader:
-    """The header of a chunk of these bytes, with their checksum."""
+def checksummed(header: ChunkHeader, values: npt.NDArray[np.uint8], ends: Iterable[int] = ()) -> ChunkHeader:
+    """The header of a chunk of these bytes, with their checksum.
+
+    ``ends`` may write the values while it is gone through: at each end all before it is there.
+    """
     parts = (header.chunk_id, header.run, header.epoch, header.field, header.start)
-    return header.model_copy(update={"checksum": checksum(*parts, values, None)})
+    digest = begin_checksum(*parts, len(values))
+    done = 0
+    for end in ends:
+        digest.update(values[done:end].data)
+        done = end
+    digest.update(values[done:].data)
+    return header.model_copy(update={"checksum": digest.hexdigest()})
 
 
 def chunk_id(bundle_id: str, index: int) -> ChunkId:

@@ -13,7 +13,7 @@ import pytest
 
 import arrow_tq
 from arrow_tq import errors, fields
-from arrow_tq.backend import Read
+from arrow_tq.backend import Read, written
 from arrow_tq.calls import ask
 from arrow_tq.interface import Store
 from arrow_tq.testing.bundles import same, train_dict
@@ -66,7 +66,7 @@ def test_bundles_are_on_shards_and_outlive_orphans(store: Store) -> None:
     # Longer than anything that no step and no bundle attached is kept.
     info = ask(store._backend, OpenBundleRun(run="kinds"), RunInfo)
     lost = store._backend.bundle_writer(info)
-    lost.write(1000, lambda out: out.fill(7))
+    lost.write(0, 1000, lambda out: written(out, np.full(1000, 7, np.uint8)))
     lost.finish()
     # Chunks of puts that began anew are reaped, too: it is this one that has to be gone.
     wait_until(lambda: is_gone(store, "kinds", lost.bundle_id), 60)
@@ -100,7 +100,7 @@ def commit_of(info: RunInfo, bundle_id: str, chunks: int) -> CommitBundle:
 def test_nothing_is_published_of_chunks_that_are_nowhere(store: Store) -> None:
     info = ask(store._backend, OpenBundleRun(run="nowhere"), RunInfo)
     writer = store._backend.bundle_writer(info)
-    writer.write(10, lambda out: out.fill(1))
+    writer.write(0, 10, lambda out: written(out, np.ones(10, np.uint8)))
     writer.finish()
     with pytest.raises(errors.ChunkLost, match="chunk 1 of 2"):
         ask(store._backend, commit_of(info, writer.bundle_id, 2), Done)

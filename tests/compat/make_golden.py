@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from arrow_tq.backend import Fill
 from arrow_tq.bundles import pack, plan_fields
 from arrow_tq_schemas import cluster, commands, handles, presets, tickets
 from arrow_tq_schemas.blobs import BLOB_FIELD, BlobRef, StepBlob
@@ -258,12 +259,14 @@ def bundle() -> bytes:
         "ids": np.arange(3, dtype=np.uint8),
         "metadata": {"big": 1 << 9000, "t": (1, b"x"), 3: float("inf"), "~": np.float32(0.5)},
     }
-    structure, chunks = pack(plan_fields(value, {}, {}), None, 256)
-    parts = []
-    for chunk in chunks:
-        out = np.empty(chunk.nbytes, np.uint8)
-        chunk.fill(out)
+    parts: list[str] = []
+
+    def write(nbytes: int, fill: Fill) -> None:
+        out = np.empty(nbytes, np.uint8)
+        list(fill(out))
         parts.append(out.tobytes().hex())
+
+    structure = pack(plan_fields(value, {}, {}), None, 256, write)
     ref = BundleRef.make("r", FIRST.hex, '{"a":1}')
     return pretty({"ref": ref, "structure": json.loads(structure.to_bytes()), "chunks": parts})
 

@@ -112,12 +112,13 @@ def test_what_was_put_elsewhere_is_read_here(tmp_path: Path) -> None:
 def test_a_producer_that_dies_leaves_nothing(tmp_path: Path) -> None:
     code = """
 import os, sys, arrow_tq, numpy as np
+from arrow_tq.backend import written
 from arrow_tq.calls import ask
 from arrow_tq_schemas.commands import OpenBundleRun, RunInfo
 store = arrow_tq.connect(sys.argv[1])
 writer = store._backend.bundle_writer(ask(store._backend, OpenBundleRun(run="default"), RunInfo))
 for index in range(4):
-    writer.write(1 << 20, lambda out: out.fill(index))
+    writer.write(index, 1 << 20, lambda out: written(out, np.full(1 << 20, index, np.uint8)))
 writer.finish()
 print(writer.bundle_id, flush=True)
 sys.stdin.read()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from arrow_tq import errors
-from arrow_tq.bundles import Structure
+from arrow_tq.bundles import Structure, array_rows, plans
 from arrow_tq.testing.bundles import same
 from tests.bundling import Memory
 from tests.drawing import drawn
@@ -152,8 +152,15 @@ def bundles(draw: st.DrawFn) -> dict[Any, Any]:
     return draw(st.dictionaries(any_text | st.sampled_from(["tokens", "rewards"]), value, max_size=5))
 
 
-def check(value: dict[Any, Any], chunk_bytes: int, span_bytes: int | None, rows: list[int]) -> None:
-    memory = Memory(value, chunk_bytes=chunk_bytes)
+def check(
+    value: dict[Any, Any], chunk_bytes: int, span_bytes: int | None, rows: list[int], late: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if late:
+            # Rows are looked at one after the other, when they are gathered.
+            patch.setattr(array_rows, "AHEAD_ROWS", 1)
+            patch.setattr(plans, "BLOCK_BYTES", 16)
+        memory = Memory(value, chunk_bytes=chunk_bytes)
     same(value, memory.get(span_bytes=span_bytes))
     count = memory.structure.rows
     chosen = [row % count for row in rows] if count else []
@@ -180,23 +187,26 @@ CASES = (
     st.sampled_from([1, 64, 200, 1 << 20]),
     st.none() | st.integers(1, 100),
     st.lists(st.integers(0, 50), max_size=4),
+    st.booleans(),
 )
 SLACK = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=SLACK)
 @given(*CASES)
-def test_generated_dicts(value: Any, chunk_bytes: int, span_bytes: int | None, rows: list[int]) -> None:
-    check(value, chunk_bytes, span_bytes, rows)
+def test_generated_dicts(
+    value: Any, chunk_bytes: int, span_bytes: int | None, rows: list[int], late: bool
+) -> None:
+    check(value, chunk_bytes, span_bytes, rows, late)
 
 
 @pytest.mark.slow
 @settings(max_examples=drawn(2000), deadline=None, suppress_health_check=SLACK)
 @given(*CASES)
 def test_two_thousand_generated_dicts(
-    value: Any, chunk_bytes: int, span_bytes: int | None, rows: list[int]
+    value: Any, chunk_bytes: int, span_bytes: int | None, rows: list[int], late: bool
 ) -> None:
-    check(value, chunk_bytes, span_bytes, rows)
+    check(value, chunk_bytes, span_bytes, rows, late)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=SLACK)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from arrow_tq import errors
-from arrow_tq.bundles import Structure, plans
+from arrow_tq.bundles import Structure, array_rows, plan_fields, plans
 from arrow_tq.bundles.columns import column_names, positions_of, to_table
 from arrow_tq.bundles.rebuild import read_fields
 from arrow_tq.bundles.selection import Selection
@@ -29,8 +29,6 @@ def test_every_kind_of_value_comes_back(chunk_bytes: int, span_bytes: int | None
 def test_rows_larger_than_a_block_are_cut_and_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "BLOCK_BYTES", 64)
     monkeypatch.setattr(plans, "BLOCK_BYTES_MAX", 100)
-    ranges = plans.ranges
-    monkeypatch.setattr(plans, "ranges", lambda sizes: ranges(sizes, 64))
     value = {
         **everything(6),
         "long": [np.arange(index * 20) for index in range(6)],
@@ -51,6 +49,81 @@ def test_rows_larger_than_a_block_are_cut_and_put_together(monkeypatch: pytest.M
         same(got["wide"], value["wide"][rows])
 
 
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are looked at when they are gathered, a few at a time, in small dicts too."""
+    monkeypatch.setattr(array_rows, "AHEAD_ROWS", 2)
+    monkeypatch.setattr(array_rows, "AHEAD_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr(plans, "BLOCK_BYTES", 64)
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("chunk_bytes", [64, 500, 1 << 20])
+def test_every_kind_of_value_is_looked_at_late_too(chunk_bytes: int) -> None:
+    value = everything(40)
+    memory = Memory(value, chunk_bytes=chunk_bytes)
+    same(value, memory.get(span_bytes=100))
+    assert memory.layouts["ragged"] == memory.layouts["tensors"] == memory.layouts["cubes"] == "arrays"
+    same(value["ragged"][7:9], memory.get(["ragged"], rows=[7, 8])["ragged"])
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("place", [1, 30, 38, 39])
+def test_one_row_of_another_kind_is_found_wherever_it_is(place: int) -> None:
+    import torch
+
+    plain = [np.full(index % 5, index, np.float32) for index in range(40)]
+    others = [
+        *(np.ones(3), np.ones(0), np.ones(3, ">f4"), np.ones(3, np.int32), np.zeros(0, ">f4")),
+        *(np.ones((3, 1), np.float32), np.ones((0, 2), np.float32), np.array(1, np.float32)),
+        *(np.array(["a"]), [1.0], [], 1.0, np.float32(1), "x", torch.ones(3), torch.ones(0)),
+        np.array([(1, 2.5)], [("a", "<i4"), ("b", ">f8")]),
+    ]
+    for other in others:
+        for rows in (plain, [row.reshape(-1, 1) for row in plain], list(map(torch.from_numpy, plain))):
+            value = {"x": [*rows[:place], other, *rows[place + 1 :]], "y": plain}
+            memory = Memory(value)
+            same(value, memory.get())
+            alike = type(other) is type(rows[0]) and (other.dtype, other.ndim) == (
+                rows[0].dtype,
+                rows[0].ndim,
+            )
+            assert memory.layouts == {"x": "arrays" if alike else "objects", "y": "arrays"}
+
+
+@pytest.mark.usefixtures("late")
+def test_rows_without_a_byte_are_of_their_dtype_too() -> None:
+    some, empty = [np.ones(4)] * 9, [np.zeros(0)] * 30
+    for other in (np.zeros(0, np.float32), np.zeros((0, 1)), np.zeros(0, ">f8"), None):
+        value = {"x": [*some, *empty, other, *empty], "y": [*empty, other, *empty], "z": [None, *empty]}
+        same(value, Memory(value).get())
+
+
+def test_many_small_rows_of_which_a_late_one_is_other() -> None:
+    """As they are cut and looked at in earnest."""
+    rows = [np.full(index % 400, index, np.int32) for index in range(9000)]
+    value = {"x": rows, "y": [*rows[:8500], None, *rows[8501:]], "z": [row.reshape(1, -1) for row in rows]}
+    memory = Memory(value, chunk_bytes=3 << 20)
+    assert len(memory.chunks) < 10
+    same(value, memory.get())
+    value["x"] = [*rows[:8999], np.ones(1)]
+    memory = Memory(value, chunk_bytes=3 << 20)
+    assert memory.layouts == {"x": "objects", "y": "arrays", "z": "arrays"}
+    same(value, memory.get())
+
+
+def test_an_empty_tensor_of_numpy_among_other_rows() -> None:
+    import torch
+
+    value = {"x": [torch.from_numpy(np.full(0, 0, np.float32)), 1, torch.from_numpy(np.ones((2, 0)))]}
+    same(value, Memory(value).get())
+
+
+def test_a_hint_about_arrays_says_nothing_about_lists() -> None:
+    (plan,) = plan_fields({"x": [None, [1], [2, 3]]}, {}, {"x": array_rows.AHEAD})
+    assert plan.layout == "lists"
+
+
 def test_layouts_are_what_the_documentation_says() -> None:
     memory = Memory(everything())
     columns = {
@@ -67,8 +140,7 @@ def test_layouts_are_what_the_documentation_says() -> None:
 
 
 def test_selected_rows_read_only_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges = plans.ranges
-    monkeypatch.setattr(plans, "ranges", lambda sizes: ranges(sizes, 4096))
+    monkeypatch.setattr(plans, "BLOCK_BYTES", 4096)
     value = {"x": [np.full(1024, index, np.int32) for index in range(64)], "tag": list(range(64))}
     memory = Memory(value, chunk_bytes=1 << 16)
     got = memory.get(["x"], rows=[3, 40])

@@ -16,6 +16,7 @@ import pytest
 
 import arrow_tq
 from arrow_tq import errors, fields
+from arrow_tq.backend import written
 from arrow_tq.interface import Store
 from arrow_tq.sql import SqlLimits
 from arrow_tq.store import Engine, EngineConfig
@@ -171,7 +172,7 @@ def test_half_a_bundle_is_never_seen_and_is_reaped(tmp_path: Path) -> None:
         from arrow_tq_schemas.commands import OpenBundleRun, RunInfo
 
         writer = backend.bundle_writer(ask(backend, OpenBundleRun(run=info.name), RunInfo))
-        writer.write(8, lambda out: out.fill(1))
+        writer.write(0, 8, lambda out: written(out, np.ones(8, np.uint8)))
         with pytest.raises(errors.NotFound):
             store.get_bundle(f"atq-bundle:default:{writer.bundle_id}")
         until = time.monotonic() + 10
