@@ -59,6 +59,8 @@ class Rows:
 
     values: npt.NDArray[np.generic]
     valid: npt.NDArray[np.bool_] | None
+    stay: bool = False
+    """They lie where they are stored: holding many of them takes no memory."""
 
 
 Fill = Callable[[npt.NDArray[np.uint8]], Iterable[int]]

@@ -18,7 +18,8 @@ from benchmarks.sizes import EXPERTS, LAYERS, TOPK, Sizes, routing
 
 CHANNEL_OPTIONS = [
     ("grpc.http2.max_frame_size", 16_777_215),
-    ("grpc.http2.lookahead_bytes", 16_777_216),
+    ("grpc.http2.lookahead_bytes", 2 << 20),
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
 ]

@@ -18,7 +18,7 @@ from arrow_tq_schemas.errors import ArrowTQError, DeadlineExceeded, Unavailable
 from arrow_tq_schemas.tickets import FlightQuery
 
 BLOCK_BYTES = 64 << 20
-"""Messages of some 3 MiB are joined to blocks of about this size."""
+"""Messages of some 2 MiB are joined to blocks of about this size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ class ClientOptions:
         get_streams: streams that one large read is split over; on one machine more than one only costs.
         get_split_bytes: size of the pieces that several streams fetch; one alone asks for 1 GiB at a time.
         get_spans_max: spans asked for in one ticket; more become several tickets, one after another.
+        get_window_bytes: what a server may send on a stream ahead of its reader. A stream moves about as much
+            a round trip: raise it for a server that is milliseconds away.
         bundle_staging_bytes_max: memory that a bundle on its way out is gathered in, used again and again.
         keepalive_s: how often an idle connection is probed, so that load balancers keep it; servers end
             connections that are probed more often than every 300 s.
@@ -60,6 +62,7 @@ class ClientOptions:
     get_streams: int = 1
     get_split_bytes: int = 32 * MIB
     get_spans_max: int = 100_000
+    get_window_bytes: int = 2 * MIB
     bundle_staging_bytes_max: int = 48 * MIB
     keepalive_s: float = 320.0
     same_host: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain, islice
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,7 @@ from arrow_tq_schemas.tickets import SpanTicket, pack_spans
 ANSWER_BYTES = 1 << 30
 """What one stream asks for at a time: so much comes within any deadline."""
 AHEAD_MAX = 16
-"""Messages that one stream may be ahead of its consumer: of some 3 MiB each, and one split's at most."""
+"""Messages that one stream may be ahead of its consumer: of some 2 MiB each, and one split's at most."""
 
 
 def read(connection: Connection, request: Read) -> Iterator[Rows]:
@@ -131,9 +132,11 @@ def _stream(connection: Connection, request: Read, spans: Spans) -> Iterator[Row
     kind = _value_type(request)
     seen = 0
     for batch in batches:
-        values, valid = from_array(_column(batch, kind, what), request.item_shape)
-        seen += len(values)
-        yield Rows(values, valid)
+        rows = Rows(*from_array(_column(batch, kind, what), request.item_shape))
+        seen += len(rows.values)
+        yield rows
+        # Not held while the next one comes: its memory is then the next one's, and warm.
+        del batch, rows
     if seen != wanted:
         raise InternalError(f"{what}: {connection.url} gave {seen} rows, {wanted} were asked")
 
@@ -142,14 +145,8 @@ def _opened(connection: Connection, ticket: bytes, deadline_s: float, what: str)
     """The batches, the first already here: what fails before it can safely be asked again."""
     reader = connection.get(ticket, deadline_s, what)
     batches = connection.batches(reader, what, deadline_s)
-    first = next(batches, None)
-
-    def all_of_them() -> Iterator[pa.RecordBatch]:
-        if first is not None:
-            yield first
-            yield from batches
-
-    return all_of_them()
+    # An iterator of it, which lets go of it: a local variable would hold it to the end.
+    return chain(list(islice(batches, 1)), batches)
 
 
 def _value_type(request: Read) -> pa.DataType:

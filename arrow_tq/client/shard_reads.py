@@ -18,7 +18,7 @@ from arrow_tq_schemas.ids import SHARD_MAX
 from arrow_tq_schemas.spans import Spans, chunk_ids
 
 AHEAD_MAX = 64
-"""Messages that one shard may be ahead of the consumer: of some 3 MiB each."""
+"""Messages that one shard may be ahead of the consumer: of some 2 MiB each."""
 STALL_S = 2.0
 """After so long without a message it is asked whether the shard is still up."""
 IDS_NAMED_MAX = 5

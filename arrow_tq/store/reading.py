@@ -52,10 +52,11 @@ class Reader:
         spans = zip(wanted, request.spans["row"].tolist(), request.spans["rows"].tolist(), strict=True)
         for chunk_id, row, rows in spans:
             values, valid = self._part(chunk_id, chunks[chunk_id], row, rows)
+            stay = request.layers is None and isinstance(chunks[chunk_id], Chunk)
             if request.layers is not None:
                 values = project(values, request.field, request.layers)
             self.bytes_read += values.nbytes
-            yield Rows(values, valid)
+            yield Rows(values, valid, stay)
 
     def _part(
         self, chunk_id: ChunkId, source: Chunk | Entry, row: int, rows: int

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -110,19 +111,44 @@ def read_parts(
 
 
 def run_all(calls: Sequence[Callable[[], None]], threads_max: int) -> None:
-    """Run the calls, at most so many at a time; when none runs any more, raises the first error."""
-    if len(calls) < 2 or threads_max < 2:
-        for call in calls:
-            call()
-        return
-    with ThreadPoolExecutor(min(len(calls), threads_max), thread_name_prefix="arrow-tq-fetch") as pool:
-        running = [pool.submit(call) for call in calls]
-        _, waiting = wait(running, return_when=FIRST_EXCEPTION)
-        for future in waiting:
-            future.cancel()
-    for future in running:
-        if not future.cancelled():
-            future.result()
+    """Run the calls, at most so many at a time; when none runs any more, raises the first error.
+
+    The calling thread does its share: a thread that only waits for others has to be woken at the end.
+    """
+    waiting = deque(calls)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            try:
+                call = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                call()
+            except BaseException as error:
+                errors.append(error)
+
+    helpers: list[threading.Thread] = []
+    try:
+        for number in range(1, min(len(calls), threads_max)):
+            helper = threading.Thread(target=work, name=f"arrow-tq-fetch-{number}", daemon=True)
+            helper.start()
+            helpers.append(helper)
+        work()
+        for helper in helpers:
+            helper.join()
+    finally:
+        # Also when interrupted: what helpers are at still writes to the caller's memory.
+        waiting.clear()
+        for helper in helpers:
+            helper.join()
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        # An error and a frame that names it are a cycle.
+        errors.clear()
 
 
 def check_tokens(data: Column, segment_ids: Sequence[str], expected: Array | Sequence[Array]) -> None:

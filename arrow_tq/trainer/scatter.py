@@ -83,6 +83,8 @@ def scatter(
         else:
             target.copy(runs, values)
         done = end
+        # Not held while the next block comes: its memory is then the next one's, and warm.
+        del rows, values
     else:
         if done == wanted_rows:
             return

@@ -164,7 +164,7 @@ class ServerConfig(BaseSettings):
         default=64 * MIB, ge=MIB, le=1 << 30, description="Largest batch taken or reply given in one message."
     )
     get_message_bytes: int = Setting(
-        default=3 * MIB,
+        default=2 * MIB,
         ge=64 << 10,
         le=64 * MIB,
         description="Aimed size of one message of an answer: smaller pieces are joined, larger ones cut.",

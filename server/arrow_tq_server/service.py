@@ -37,7 +37,7 @@ from arrow_tq_server.budgets import Activity, Budgets
 from arrow_tq_server.commits import take_commits
 from arrow_tq_server.config import ServerConfig
 from arrow_tq_server.errors import answering
-from arrow_tq_server.gets import padding, span_answer
+from arrow_tq_server.gets import Group, padding, span_answer
 from arrow_tq_server.guard import NAME, Callers, Guard, NoHandshake, grant_of, permit, shown_stats
 from arrow_tq_server.listing import Listing
 from arrow_tq_server.metrics import Metrics
@@ -136,8 +136,8 @@ class Service(flight.FlightServerBase):  # type: ignore[misc]
             permit(
                 self._engine, grant, need(["read"], *([] if run is None else [run])), f"get of {asked.kind}"
             )
-            schema, batches = self._answer(asked)
-            return flight.GeneratorStream(schema, self._guarded(batches))
+            schema, groups = self._answer(asked)
+            return flight.GeneratorStream(schema, self._guarded(groups))
 
     def get_flight_info(
         self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
@@ -181,7 +181,7 @@ class Service(flight.FlightServerBase):  # type: ignore[misc]
             return Reply(body=Stats(values=shown_stats(reply.body.values, grant)))
         return reply
 
-    def _answer(self, ticket: Ticket) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    def _answer(self, ticket: Ticket) -> tuple[pa.Schema, Iterator[Group]]:
         if isinstance(ticket, SpanTicket):
             return span_answer(self._engine, ticket, self._config.get_message_bytes)
         if isinstance(ticket, SegmentTicket | ShardTicket):
@@ -190,21 +190,22 @@ class Service(flight.FlightServerBase):  # type: ignore[misc]
             if len(asked.segment_ids) > self._config.segments_max:
                 limit = self._config.segments_max
                 raise InvalidInput(f"ticket of {len(asked.segment_ids)} segments: segments_max is {limit}")
-            return segment_answer(self._engine, asked, self._config.get_message_bytes, part)
+            schema, batches = segment_answer(self._engine, asked, self._config.get_message_bytes, part)
+            return schema, ([batch] for batch in batches)
         with self._activity.work(), self._budgets.actions.place():
             table = self._engine.query(ticket.query, ticket.run)
         row_bytes = table.nbytes // max(table.num_rows, 1) + 1
         rows_a_message = max(self._config.get_message_bytes // row_bytes, 1)
-        return table.schema, iter(table.to_batches(rows_a_message))
+        return table.schema, ([batch] for batch in table.to_batches(rows_a_message))
 
-    def _guarded(self, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, pa.Buffer]]:
+    def _guarded(self, groups: Iterator[Group]) -> Iterator[tuple[pa.RecordBatch, pa.Buffer]]:
         """Hold a place from the first message to the last; a client that leaves closes the generator."""
         began = time.perf_counter()
         with answering("get", self._metrics), self._activity.work(), self._budgets.gets.place():
-            for batch in batches:
-                size = batch.get_total_buffer_size()
-                self._metrics.get_bytes.inc(size)
-                yield batch, padding(size)
+            for group in groups:
+                sizes = [batch.get_total_buffer_size() for batch in group]
+                self._metrics.get_bytes.inc(sum(sizes))
+                yield from [(batch, padding(size)) for batch, size in zip(group, sizes, strict=True)]
             self._metrics.get_s.observe(time.perf_counter() - began)
 
     def _describing(self) -> AbstractContextManager[None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -11,11 +12,13 @@ import pyarrow.flight as flight
 import pytest
 
 from arrow_tq import Field, errors, fields
-from arrow_tq.backend import Read
+from arrow_tq.backend import Read, Rows
 from arrow_tq.client import ClientOptions, FlightBackend
+from arrow_tq.client.connection import Connection
 from arrow_tq.interface import Store
 from arrow_tq.runs import Run
 from arrow_tq.testing.rollouts import LAYER_IDS, declared_fields, make_rollout, write_rollout
+from arrow_tq.trainer.scatter import Placement, group_parts, scatter
 from arrow_tq_schemas.chunks import Chunk
 from arrow_tq_schemas.commands import StepCommit
 from arrow_tq_schemas.receipts import Receipt, StoredChunk
@@ -121,6 +124,60 @@ def test_split_reads_keep_the_order(
         abandoned.close()
     finally:
         backend.close()
+
+
+def test_no_block_is_held_while_the_next_one_comes(
+    server: Server, big: tuple[Run, list[Chunk], np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is used for the next one; two that are held make the allocator give pages back."""
+    run, chunks, expected = big
+    backend = FlightBackend(server.url, options=ClientOptions(same_host=False))
+    blocks: list[weakref.ref[object]] = []
+    alive: list[int] = []
+    plain_get, plain_read = Connection.get, backend.read
+
+    class Reader:
+        def __init__(self, reader: flight.FlightStreamReader) -> None:
+            self._reader = reader
+
+        def read_chunk(self) -> flight.FlightStreamChunk:
+            alive.append(sum(block() is not None for block in blocks))
+            chunk = self._reader.read_chunk()
+            blocks.append(weakref.ref(chunk.data))
+            return chunk
+
+    def read(request: Read) -> Iterator[Rows]:
+        for rows in plain_read(request):
+            blocks.append(weakref.ref(rows.values))
+            yield rows
+            del rows
+
+    monkeypatch.setattr(Connection, "get", lambda *asked: Reader(plain_get(*asked)))
+    monkeypatch.setattr(backend, "read", read)
+    out = np.zeros_like(expected)
+    placement = Placement(to_spans(spans_of(chunks)), np.cumsum([0, *(len(c.values) for c in chunks[:-1])]))
+    try:
+        scatter(backend, run.name, EXPERTS, group_parts(EXPERTS, None)[0], placement, out)
+    finally:
+        backend.close()
+    assert np.array_equal(out, expected)
+    assert len(alive) > 4
+    assert not any(alive)
+
+
+def test_views_and_joined_rows_keep_their_order(
+    server: Server, big: tuple[Run, list[Chunk], np.ndarray]
+) -> None:
+    """Views that are made ahead and rows that were joined, in turns."""
+    run, chunks, expected = big
+    first = np.cumsum([0, *(len(chunk.values) for chunk in chunks)]).tolist()
+    order = [1, 2, 0, 3, 0, 4, 5]
+    with flight.connect(server.url) as client:
+        batches = wire.get(
+            client, wire.span_ticket(EXPERTS, run.name, spans_of([chunks[index] for index in order]))
+        )
+    wanted = np.concatenate([expected[first[index] : first[index + 1]] for index in order])
+    assert np.array_equal(rows_of(batches), wanted)
 
 
 def test_null_rows_travel_as_nulls(server: Server, remote: Store, new_name: Callable[[], str]) -> None:
