@@ -26,7 +26,7 @@ FILES_A_MESSAGE_MAX = 64
 COMPANY = (64, 1 << 20, 0.005)
 """So many chunks, or bytes, or seconds are waited for where nobody waits: a call costs what ten chunks do."""
 
-RIDING = (64, 8 << 20, 0.005)
+RIDING = (64, 8 << 20, 0.02)
 """The same where chunks go along with their step's commit, which is likely to come soon."""
 LEFT_S = 0.05
 """How soon a message that was asked for has taken what waits; after that another one is asked for."""
