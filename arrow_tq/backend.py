@@ -178,8 +178,15 @@ class Backend(Protocol):
     def execute(self, command: Command) -> Reply:
         """Answer one command; raises the errors of ``arrow_tq_schemas.errors``."""
 
-    def commit(self, step: StepCommit) -> StepResult:
-        """Commit one step; returns after it is as durable as its run says. Raises its error."""
+    def commit(
+        self, step: StepCommit, puts: Sequence[PutHandle] = (), wait_s: float | None = None
+    ) -> StepResult:
+        """Commit one step; returns after it is as durable as its run says. Raises its error.
+
+        Args:
+            puts: under way, and whose chunks the step attaches: the first error of these comes first.
+            wait_s: how long to wait for each of them.
+        """
 
     def put(self, field: Field, chunks: Sequence[Chunk]) -> PutHandle:
         """Start storing chunks of one field (their ids name the layer group). May block for room.

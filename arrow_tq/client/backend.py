@@ -21,6 +21,7 @@ from arrow_tq.client.cluster import OWN_NUMBER, Cluster
 from arrow_tq.client.commits import Commits
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.options import ClientOptions
+from arrow_tq.client.riding import RidingPut, wait_for_others
 from arrow_tq.client.shard_client import ShardClient
 from arrow_tq.client.shard_reads import read_shards, shard_numbers
 from arrow_tq.client.tls import Tls
@@ -43,7 +44,7 @@ from arrow_tq_schemas.commands import (
     StepResult,
     unpack_reply,
 )
-from arrow_tq_schemas.errors import ArrowTQError, Conflict, InvalidInput, Unreachable
+from arrow_tq_schemas.errors import ArrowTQError, ChunkLost, Conflict, InvalidInput, Unavailable, Unreachable
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.tickets import SqlTicket
 
@@ -64,8 +65,10 @@ class Link:
     def __init__(self, url: str, token: str | None, options: ClientOptions, tls: Tls | None) -> None:
         self.connection = Connection(url, token, options, tls)
         self.commits = Commits(self.connection)
-        self.main = ShardClient(OWN_NUMBER, 0, self.connection, near=True, adopt=self.commits.ask_many)
+        self.main = ShardClient(OWN_NUMBER, 0, self.connection, near=True)
         self.writes = self.main.writes
+        self.commits.carry(self.writes.adopter)
+        self.writes.adopter.ride(self.commits.leave)
         self.staging = Staging(options.bundle_staging_bytes_max)
 
         def connect(shard_url: str) -> Connection:
@@ -167,10 +170,27 @@ class FlightBackend:
             return Reply(body=Stats(values={**stats.values, **mine}))
         return self._ask(command)
 
-    def commit(self, step: StepCommit) -> StepResult:
-        result = self._patiently(lambda: self._link().commits.commit(step))
+    def commit(
+        self, step: StepCommit, puts: Sequence[PutHandle] = (), wait_s: float | None = None
+    ) -> StepResult:
+        riding = wait_for_others(puts, wait_s)
+        result = self._commit_with(step, riding)
+        for put in riding if result is None or result.error is not None else ():
+            put.wait(wait_s)
+        if result is None or (riding and isinstance(result.failure, ChunkLost)):
+            # Chunks that could not ride are stored by now, or were stored all along.
+            result = self._patiently(lambda: self._link().commits.commit(step))
         result.check()
         return result
+
+    def _commit_with(self, step: StepCommit, riding: Sequence[RidingPut]) -> StepResult | None:
+        """Send a step behind what rides with it; None: its puts may have to be sent before it can come."""
+        try:
+            return self._patiently(lambda: self._link().commits.commit(step))
+        except Unavailable:
+            if not riding:
+                raise
+            return None
 
     def put(self, field: Field, chunks: Sequence[Chunk]) -> PutHandle:
         return self._link().cluster.put(field, chunks)

@@ -11,6 +11,7 @@ from pydantic_core import PydanticSerializationError
 
 from arrow_tq.client.commit_stream import WHAT, Asked, CommitChannel, Section, Told
 from arrow_tq.client.connection import Connection
+from arrow_tq.client.riding import Cargo, Rider
 from arrow_tq_schemas.commands import (
     AdoptChunks,
     Command,
@@ -68,6 +69,18 @@ class Waiting:
         return self._told
 
 
+class Riding:
+    """A command that nobody waits for in person."""
+
+    def __init__(self, rider: Rider) -> None:
+        self.asked = Asked(SECTIONS[AdoptChunks], rider.command.model_dump_json().encode())
+        self._what = rider.command.verb
+        self._told = rider.told
+
+    def finish(self, told: Told | None, error: ArrowTQError | None) -> None:
+        self._told(error if told is None and error is not None else _body(self._what, told))
+
+
 class Commits:
     """The commit stream of one connection, and the thread that serves it while there is work."""
 
@@ -76,9 +89,21 @@ class Commits:
         self._options = connection.options
         self._changed = threading.Condition()
         self._queue: deque[Waiting] = deque()
+        self._cargo: Cargo | None = None
+        self._leaving = False
         self._thread: threading.Thread | None = None
         self._finishing = False
         self._closed = False
+
+    def carry(self, cargo: Cargo) -> None:
+        """From now on what it loads goes along with each message of steps, and is done before these."""
+        self._cargo = cargo
+
+    def leave(self) -> None:
+        """Have a message leave with what is to be loaded, and what else there is. Raises ``Conflict``."""
+        with self._changed:
+            self._wake()
+            self._leaving = True
 
     def commit(self, step: StepCommit) -> StepResult:
         """Commit one step; returns its result, error included.
@@ -88,7 +113,7 @@ class Commits:
                 gives the same answer.
         """
         waiting = _waiting("steps", step, f"{WHAT} {step.step_id!r}", {"step_id": step.step_id})
-        self._submit([waiting])
+        self._submit(waiting)
         told = self._told(waiting, monotonic() + self._options.commit_s)
         assert isinstance(told, StepResult)
         return told
@@ -100,35 +125,26 @@ class Commits:
             Unreachable, DeadlineExceeded: whether it was done is not known; the same request again gives
                 the same answer.
         """
-        (told,) = self.ask_many([command])
-        if isinstance(told, ArrowTQError):
-            raise told
-        return told
-
-    def ask_many(self, commands: Sequence[Streamed]) -> list[Wire | ArrowTQError]:
-        """Each command's reply, or its error in the reply's place."""
-        waiting = [_waiting(SECTIONS[type(command)], command, command.verb, {}) for command in commands]
+        waiting = _waiting(SECTIONS[type(command)], command, command.verb, {})
         self._submit(waiting)
-        until = monotonic() + self._options.action_s
-        return [self._outcome(one, until) for one in waiting]
+        body = _body(waiting.what, self._told(waiting, monotonic() + self._options.action_s))
+        if isinstance(body, ArrowTQError):
+            raise body
+        return body
 
-    def _outcome(self, waiting: Waiting, until: float) -> Wire | ArrowTQError:
-        try:
-            told = self._told(waiting, until)
-            assert isinstance(told, StreamAnswer)
-            return told.body() or InternalError(f"{waiting.what}: an answer without a reply")
-        except ArrowTQError as error:
-            return error
-
-    def _submit(self, group: Sequence[Waiting]) -> None:
+    def _submit(self, waiting: Waiting) -> None:
         with self._changed:
-            if self._closed:
-                raise Conflict(f"{WHAT}: the connection to {self._connection.url} was closed")
-            self._queue.extend(group)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="arrow-tq-commits", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+            self._wake()
+            self._queue.append(waiting)
+
+    def _wake(self) -> None:
+        """Under the lock: something is about to be there for the thread."""
+        if self._closed:
+            raise Conflict(f"{WHAT}: the connection to {self._connection.url} was closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="arrow-tq-commits", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
 
     def _told(self, waiting: Waiting, until: float) -> Told:
         told = waiting.wait(until)
@@ -155,6 +171,8 @@ class Commits:
     def _run(self) -> None:
         channel: CommitChannel | None = None
         while (group := self._take()) is not None:
+            if not group:
+                continue
             if channel is not None and channel.old:
                 channel.close()
                 channel = None
@@ -162,24 +180,30 @@ class Commits:
         if channel is not None:
             channel.close()
 
-    def _take(self) -> list[Waiting] | None:
+    def _take(self) -> list[Waiting | Riding] | None:
         """What waits now; None once nothing came for a while, and this thread is no longer the one."""
         with self._changed:
             until = monotonic() + self._options.stream_idle_s
-            while not self._queue:
+            while not self._queue and not self._leaving:
                 left = until - monotonic()
                 if left <= 0 or self._finishing or self._closed:
                     self._thread, self._finishing = None, False
                     return None
                 self._changed.wait(left)
+            leaving, self._leaving = self._leaving, False
             group: list[Waiting] = []
             size = 0
             while self._queue and len(group) < COMMANDS_A_MESSAGE_MAX and size < MESSAGE_BYTES_AIM:
                 group.append(self._queue.popleft())
                 size += len(group[-1].asked.raw)
-            return group
+        if self._cargo is None or not (leaving or any(one.asked.section == "steps" for one in group)):
+            return [*group]
+        # After the steps were taken: what they attach waits there, or left in an earlier message.
+        return [*map(Riding, self._cargo.load()), *group]
 
-    def _exchange(self, channel: CommitChannel | None, group: Sequence[Waiting]) -> CommitChannel | None:
+    def _exchange(
+        self, channel: CommitChannel | None, group: Sequence[Waiting | Riding]
+    ) -> CommitChannel | None:
         """Send a group and hand out its results; returns the channel if it still works."""
         asked = [waiting.asked for waiting in group]
         try:
@@ -216,6 +240,15 @@ class Commits:
         self._connection.renew()
         channel = CommitChannel(self._connection)
         return channel, channel.exchange(asked)
+
+
+def _body(what: str, told: Told | None) -> Wire | ArrowTQError:
+    """The reply that an answer holds, or its error."""
+    assert isinstance(told, StreamAnswer)
+    try:
+        return told.body() or InternalError(f"{what}: an answer without a reply")
+    except ArrowTQError as error:
+        return error
 
 
 def _waiting(section: Section, command: Wire, what: str, details: dict[str, object]) -> Waiting:

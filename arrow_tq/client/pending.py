@@ -58,12 +58,12 @@ class JoinedPuts:
     """Implements ``PutHandle`` for chunks that were put in several places."""
 
     def __init__(self, handles: Sequence[PutHandle]) -> None:
-        self._handles = handles
+        self.handles = handles
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when every chunk is stored; raise the first error."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        for handle in self._handles:
+        for handle in self.handles:
             handle.wait(None if until is None else max(until - time.monotonic(), 0.0))
 
 

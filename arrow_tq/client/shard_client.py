@@ -16,7 +16,6 @@ from arrow_tq.client.pending import PendingPut
 from arrow_tq.client.puts import Puts
 from arrow_tq.client.reads import read
 from arrow_tq.client.samehost import HostReads, HostWrites
-from arrow_tq.client.samehost.adopter import Adopt
 from arrow_tq.client.samehost.host import Host
 from arrow_tq_schemas.errors import DeadlineExceeded, StoreFull, Unreachable
 
@@ -33,7 +32,6 @@ class ShardClient:
         connection: to the server, connected or not.
         near: whether it may be on this machine; only there it is asked for its memory.
         catalog: where chunks of puts that failed are dropped; None: the server itself.
-        adopt: how the server is told of chunks in its files; None: a call a file.
     """
 
     def __init__(
@@ -43,7 +41,6 @@ class ShardClient:
         connection: Connection,
         near: bool,
         catalog: Host | None = None,
-        adopt: Adopt | None = None,
     ) -> None:
         self.number = number
         self.epoch = epoch
@@ -52,7 +49,7 @@ class ShardClient:
         self.connection = connection
         self.puts = Puts(connection)
         self.host = HostReads(connection)
-        self.writes = HostWrites(connection, self.host.host, self.puts, adopt, catalog)
+        self.writes = HostWrites(connection, self.host.host, self.puts, catalog)
         self.wire_reads = 0
 
     def read(self, request: Read) -> Iterator[Rows]:

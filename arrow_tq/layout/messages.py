@@ -170,7 +170,10 @@ def _rows_of(kind: pa.DataType) -> pa.Array:
             kind.value_type, size, [None, _zeros(size * kind.value_type.bit_width // 8)]
         )
         return pa.Array.from_buffers(kind, 2, [None], children=[value])
-    return pa.nulls(2, kind).fill_null(0) if pa.types.is_primitive(kind) else pa.nulls(2, kind)
+    if pa.types.is_primitive(kind):
+        # Not by fill_null: a scalar makes pyarrow import pandas, which takes half a second.
+        return pa.Array.from_buffers(kind, 2, [None, _zeros(-(-2 * kind.bit_width // 8))])
+    return pa.nulls(2, kind)
 
 
 def _zeros(size: int) -> pa.Buffer:

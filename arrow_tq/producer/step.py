@@ -151,7 +151,7 @@ class Step:
         self._pending.clear()
 
     def commit(self) -> None:
-        """Wait for the puts, then commit. Called by the context manager's exit.
+        """Commit, once the puts are stored. Called by the context manager's exit.
 
         Raises:
             RowCountMismatch: ``all`` fields end at different positions; names both.
@@ -161,7 +161,6 @@ class Step:
         try:
             for stream in self._streams:
                 stream.check_finished()
-            self.flush()
             self._commit()
         except BaseException:
             self.cancel()
@@ -235,14 +234,15 @@ class Step:
 
     def _commit(self) -> None:
         """Commit the record, again where a blob that the run had was released meanwhile."""
+        run = self.session.run
         while True:
             try:
-                self.session.run.backend.commit(self._record())
+                run.backend.commit(self._record(), self._pending, run.put_timeout_s)
+                self._pending.clear()
                 return
             except ArrowTQError as error:
                 if self._blobs is None or not self._blobs.bring(self, error):
                     raise
-            self.flush()
 
     def _record(self) -> StepCommit:
         run = self.session.run

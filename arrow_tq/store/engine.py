@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
-from arrow_tq.backend import Read, Rows, copying_threads
+from arrow_tq.backend import PutHandle, Read, Rows, copying_threads
 from arrow_tq.calls import write_table
 from arrow_tq.logs import logger
 from arrow_tq.sql import SqlService
@@ -18,6 +18,7 @@ from arrow_tq.store.attempts import Attempts
 from arrow_tq.store.bundle_tables import BundleTables
 from arrow_tq.store.bundles import EngineBundles, EngineBundleWriter
 from arrow_tq.store.catalog import Catalog, CatalogConfig
+from arrow_tq.store.catalog.writer import Beside
 from arrow_tq.store.cluster.answers import CLUSTER_COMMANDS, FarShards, answer_cluster, chunk_holder
 from arrow_tq.store.committing import Commits
 from arrow_tq.store.config import EngineConfig
@@ -59,6 +60,7 @@ from arrow_tq_schemas.commands import (
     StepResults,
     StreamAnswers,
     StreamMessage,
+    Wire,
 )
 from arrow_tq_schemas.errors import ArrowTQError, Conflict, MalformedMessage, NotFound, Unsupported
 from arrow_tq_schemas.fields import Field
@@ -117,7 +119,7 @@ class Engine:
         self._attempts = Attempts(self._chunks, self._catalog)
         self._commits = Commits(self._commit_together)
         self._admission = Admission(self._chunks, self._catalog, config.soft_mark)
-        self._together = Together(self._host_share, self._admission, self._catalog, self.commit_many)
+        self._together = Together(self._host_share, self._admission, self._catalog, self._commit_beside)
         self._placer = EnginePlacer(self, self._shard)
         if isinstance(self._chunks, FarShards):
             self._chunks.use_fields(self.field)
@@ -217,7 +219,11 @@ class Engine:
         self._check_open()
         return self._catalog.claim(command, is_gone)
 
-    def commit(self, step: StepCommit) -> StepResult:
+    def commit(
+        self, step: StepCommit, puts: Sequence[PutHandle] = (), wait_s: float | None = None
+    ) -> StepResult:
+        for put in puts:
+            put.wait(wait_s)
         (result,) = self.commit_many([step])
         result.check()
         return result
@@ -232,9 +238,17 @@ class Engine:
         self._check_open()
         return self._together.answer(message)
 
-    def _commit_together(self, steps: Sequence[StepCommit]) -> list[StepResult]:
+    def _commit_beside(
+        self, steps: Sequence[StepCommit], beside: Beside[Wire] | None = None
+    ) -> list[StepResult]:
+        """Steps of one message; with operations beside they are a commit worth its while by themselves."""
+        return self._commits.commit(steps) if beside is None else self._commit_together(steps, beside)
+
+    def _commit_together(
+        self, steps: Sequence[StepCommit], beside: Beside[Wire] | None = None
+    ) -> list[StepResult]:
         with self._chunks.confirming(attached_by(steps)):
-            return self._attempts.check(steps, self._rewrites.commit(steps))
+            return self._attempts.check(steps, self._rewrites.commit(steps, beside))
 
     def query(self, query: str, run: str | None) -> pa.Table:
         """SQL over the metadata of one run, or of all."""

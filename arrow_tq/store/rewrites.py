@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from arrow_tq.store.catalog import Catalog
 from arrow_tq.store.catalog.tree import ROOT
+from arrow_tq.store.catalog.writer import Beside
 from arrow_tq.store.holding import ChunkHolder
-from arrow_tq_schemas.commands import StepCommit, StepResult
+from arrow_tq_schemas.commands import StepCommit, StepResult, Wire
 from arrow_tq_schemas.errors import ArrowTQError, Unavailable
 from arrow_tq_schemas.fields import TOKEN_FIELD
 from arrow_tq_schemas.receipts import Receipt
@@ -94,8 +95,12 @@ class Rewrites:
                 with self._lock:
                     self._last.drop(key)
 
-    def commit(self, steps: Sequence[StepCommit]) -> list[StepResult]:
-        """Commit each step atomically by itself; those of one session in the order given."""
+    def commit(self, steps: Sequence[StepCommit], beside: Beside[Wire] | None = None) -> list[StepResult]:
+        """Commit each step atomically by itself; those of one session in the order given.
+
+        Args:
+            beside: operations on other sessions, for the same transaction, if there is one.
+        """
         results: list[StepResult | None] = [None] * len(steps)
         waiting = list(range(len(steps)))
         while waiting:
@@ -106,12 +111,12 @@ class Rewrites:
                 key = (steps[index].run, steps[index].session_id)
                 (later if key in seen else batch).append(index)
                 seen.add(key)
-            for index, result in zip(batch, self._round([steps[i] for i in batch]), strict=True):
+            for index, result in zip(batch, self._round([steps[i] for i in batch], beside), strict=True):
                 results[index] = result
-            waiting = later
+            waiting, beside = later, None
         return [result for result in results if result is not None]
 
-    def _round(self, steps: Sequence[StepCommit]) -> list[StepResult]:
+    def _round(self, steps: Sequence[StepCommit], beside: Beside[Wire] | None) -> list[StepResult]:
         """Commit steps of different sessions together."""
         keys = [(step.run, step.session_id) for step in steps]
         with ExitStack() as held:
@@ -124,7 +129,7 @@ class Rewrites:
                 if place.rewrite_at is not None
             }
             able = [step for step, place in zip(steps, places, strict=True) if place.problem is None]
-            answers = iter(self._catalog.commit_steps(able, rewrites))
+            answers = iter(self._catalog.commit_steps(able, rewrites, beside))
             results = [
                 _refused(step, place) or next(answers) for step, place in zip(steps, places, strict=True)
             ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import random
+from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field as Bound
@@ -13,14 +14,32 @@ from arrow_tq_schemas.chunks import Hex128
 Seconds = Annotated[float, Bound(ge=0, le=10 * 365 * 86400)]
 
 
-_random = random.Random()
-"""Our own: who seeds Python's must not repeat our ids. Asking the kernel gives up the interpreter."""
-os.register_at_fork(after_in_child=_random.seed)
+class _RequestIds:
+    """Ids that count up: what a process asks for lies together in a catalog's table of replies."""
+
+    def __init__(self) -> None:
+        self._series, self._numbers = _series()
+
+    def begin_again(self) -> None:
+        """In a forked child: its parent goes on with the series that there was."""
+        self._series, self._numbers = _series()
+
+    def next(self) -> str:
+        return f"{self._series}{next(self._numbers):016x}"
+
+
+def _series() -> tuple[str, Iterator[int]]:
+    """From the kernel: who seeds Python's generator must not repeat our ids."""
+    return os.urandom(8).hex(), itertools.count(int.from_bytes(os.urandom(7), "big"))
+
+
+_request_ids = _RequestIds()
+os.register_at_fork(after_in_child=_request_ids.begin_again)
 
 
 def new_request_id() -> str:
     """32 hex digits, never the same twice."""
-    return f"{_random.getrandbits(128):032x}"
+    return _request_ids.next()
 
 
 class Wire(BaseModel):

@@ -145,8 +145,8 @@ def _pack(parts: Sequence[npt.NDArray[np.void]], names: Sequence[str]) -> bytes:
     """
     count = sum(map(len, parts))
     if count <= FEW:
-        columns = ([value for part in parts for value in part[name].tolist()] for name in names)
-        return b"".join(map(_pack_few, columns))
+        rows = [row for part in parts for row in part.tolist()]
+        return b"".join(map(_pack_few, zip(*rows, strict=True))) if rows else b""
     delta = np.zeros((len(names), count), "<u8")
     first = 0
     for part in parts:
@@ -160,7 +160,10 @@ def _pack(parts: Sequence[npt.NDArray[np.void]], names: Sequence[str]) -> bytes:
 
 def _pack_few(values: Sequence[int]) -> bytes:
     """One column of ``_pack``."""
-    before = [0, *values]
+    if len(values) == 1:
+        # One byte after the other, as below.
+        return (values[0] & _MASK).to_bytes(8, "little")
+    before = (0, *values)
     raw = struct.pack(
         f"<{len(values)}Q", *[(new - old) & _MASK for new, old in zip(values, before, strict=False)]
     )

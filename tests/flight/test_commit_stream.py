@@ -126,3 +126,37 @@ def test_many_threads_with_whole_trajectories(remote: Store, run: str) -> None:
     for name, tokens in zip(batch.table["session_id"].to_pylist(), data["token_ids"], strict=True):
         assert set(tokens.tolist()) == {int(name[2:])}
     batch.release()
+
+
+def test_different_sessions_in_one_message_are_one_transaction(server: Server, run: str) -> None:
+    """And still each command fails or succeeds by itself, also one that fails after it wrote."""
+
+    def opened(name: str, **more: object) -> c.OpenSession:
+        return c.OpenSession.model_validate({"run": run, "epoch": 0, "session_id": name, **more})
+
+    def step(name: str) -> c.StepCommit:
+        return c.StepCommit(run=run, epoch=0, session_id=name, step_id="1")
+
+    def ended(name: str) -> c.FinalizeSession:
+        return c.FinalizeSession(run=run, epoch=0, session_id=name)
+
+    ask(server.url, c.StreamMessage(opens=[opened("a"), opened("b"), opened("c")]))
+    told = ask(
+        server.url,
+        c.StreamMessage(
+            opens=[opened("new"), opened("b~0"), opened("newer")],
+            steps=[step("a"), step("no such session")],
+            finalizes=[ended("b"), ended("nor this one"), ended("c")],
+        ),
+    )
+    assert codes(told.answers) == [None, "invalid-input", None, None, "not-found", None]
+    assert [result.error is None for result in told.results] == [True, False]
+    # What a step that cannot be planned leaves alone in its message is done all the same.
+    told = ask(
+        server.url, c.StreamMessage(opens=[opened("d")], steps=[step("a").model_copy(update={"run": "?"})])
+    )
+    assert codes(told.answers) == [None]
+    assert told.results[0].error is not None
+    told = ask(server.url, c.StreamMessage(steps=[step("d")], finalizes=[ended("new"), ended("newer")]))
+    assert codes(told.answers) == [None, None]
+    assert told.results[0].error is None

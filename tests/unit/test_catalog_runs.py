@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,6 +137,18 @@ class TestRequests:
         other = OpenSession(run="demo", epoch=0, session_id="s", request_id=done.request_id)
         with pytest.raises(errors.Conflict, match="was used for close_group, now for open_session"):
             scene.catalog.execute(other)
+
+    def test_a_reply_that_an_earlier_version_stored_is_found(self, scene: Scene) -> None:
+        scene.run()
+        command = OpenSession(run="demo", epoch=0, session_id="s", group="g")
+        told = scene.catalog.execute(command).body
+        scene.catalog.close()
+        with apsw.Connection(str(scene.path)) as connection:
+            key = hashlib.blake2b(f"{command.request_id}:demo".encode(), digest_size=16).digest()
+            connection.execute("UPDATE requests SET request_id = ? WHERE verb = 'open_session'", (key,))
+            connection.execute("UPDATE sessions SET group_id = 'other'")
+        scene.reopen()
+        assert scene.catalog.execute(command).body == told
 
     def test_a_refused_request_is_not_remembered(self, scene: Scene) -> None:
         command = OpenSession(run="demo", epoch=0, session_id="s")

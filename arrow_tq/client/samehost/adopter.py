@@ -1,4 +1,4 @@
-"""Tells the server which chunks were written into its files, many in one call, on one thread."""
+"""Tells the server which chunks were written into its files, many in one call or message."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from arrow_tq.backend import Header
 from arrow_tq.client.pending import Company, PendingPut
 from arrow_tq.client.puts import Puts
+from arrow_tq.client.riding import Rider, RidingPut
 from arrow_tq.client.samehost.granted import Granted, Writer
 from arrow_tq.client.samehost.host import Host
 from arrow_tq.layout.appender import Reserved
@@ -23,6 +25,11 @@ CHUNKS_A_CALL_MAX = 256
 FILES_A_MESSAGE_MAX = 64
 COMPANY = (64, 1 << 20, 0.005)
 """So many chunks, or bytes, or seconds are waited for where nobody waits: a call costs what ten chunks do."""
+
+RIDING = (64, 8 << 20, 0.02)
+"""The same where chunks go along with their step's commit, which is likely to come soon."""
+LEFT_S = 0.05
+"""How soon a message that was asked for has taken what waits; after that another one is asked for."""
 
 Adopt = Callable[[Sequence[AdoptChunks]], Sequence[Wire | ArrowTQError]]
 """Tells the server of chunks in its files: each command's reply, or its error in the reply's place."""
@@ -52,6 +59,10 @@ class Written:
 class Adopter:
     """One thread, which runs while there is something to adopt or a grant to keep.
 
+    It makes the calls itself, or (``ride``) only sees to it that nothing waits too long for the messages of
+    a commit stream, whose thread then takes what waits (``load``). Chunks of a file are told of in order:
+    all of it goes one way.
+
     Args:
         settled: told of each chunk that is stored or failed.
         tend: called when nothing came for a while; gives whether there is anything left to look after.
@@ -72,13 +83,33 @@ class Adopter:
         self._settled = settled
         self._tend = tend
         self._period_s = period_s
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._idle = threading.Condition(lock)
+        """Told when nothing is under way."""
+        self._leave: Callable[[], None] | None = None
+        self._lingers = False
+        """Whether the thread waits for company, and will look at what came meanwhile."""
         self._queue: deque[Written] = deque()
         self._company = Company(*COMPANY)
         self._busy = 0
         self._tended_at = 0.0
         self._running = False
         self._ending = False
+
+    def ride(self, leave: Callable[[], None]) -> None:
+        """From now on chunks are taken by ``load``; before the first put.
+
+        Args:
+            leave: has that done at once, by another thread; raises ``Conflict`` where nobody will any more.
+        """
+        self._leave = leave
+        self._company = Company(*RIDING)
+
+    def handle(self, chunks: int) -> PendingPut:
+        """For so many chunks that will be submitted."""
+        kind = PendingPut if self._leave is None else RidingPut
+        return kind(chunks, self.hurry)
 
     def submit(self, items: Sequence[Written]) -> None:
         """Adopt these; their handles hear of it. Raises ``Conflict`` after ``close``."""
@@ -95,20 +126,23 @@ class Adopter:
                 self._running = True
                 self._tended_at = time.monotonic()
                 threading.Thread(target=self._loop, name="arrow-tq-adopt", daemon=True).start()
-            elif wake:
+            elif wake and (not self._lingers or self._company.is_enough):
                 self._changed.notify_all()
 
     def hurry(self) -> None:
         """Somebody waits for what was submitted."""
         with self._changed:
-            if self._company.hurry():
+            hurried = self._company.hurry()
+            if hurried and self._leave is None:
                 self._changed.notify_all()
+        if hurried and self._leave is not None:
+            self._depart(self._leave)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything submitted is settled."""
         self.hurry()
-        with self._changed:
-            return self._changed.wait_for(lambda: self._busy == 0, max(timeout_s, 0.0))
+        with self._idle:
+            return self._idle.wait_for(lambda: self._busy == 0, max(timeout_s, 0.0))
 
     def close(self, timeout_s: float) -> None:
         """Settle what there is, and end."""
@@ -117,6 +151,29 @@ class Adopter:
             self._ending = True
             self._changed.notify_all()
 
+    def load(self) -> list[Rider]:
+        """What waits, a command a file: it is on its way from now on."""
+        with self._changed:
+            files = self._files()
+            self._changed.notify_all()
+        # Not asked for now: that may take a while, and a server that has to be found anew knows no grant.
+        proof = self._host.known_proof
+        if proof is not None:
+            return [Rider(_command(items, proof), partial(self._answered, items, proof)) for items in files]
+        for items in files:
+            self._resend(items)
+        return []
+
+    def _depart(self, leave: Callable[[], None]) -> None:
+        """Have what waits leave."""
+        try:
+            leave()
+        except ArrowTQError as error:
+            with self._changed:
+                files = self._files()
+            for items in files:
+                self._settle([(one, error) for one in items])
+
     def _loop(self) -> None:
         while (files := self._next()) is not None:
             if not files:
@@ -124,9 +181,12 @@ class Adopter:
             try:
                 self._adopt(files)
             except Exception as error:
-                # Whoever waits is told: this thread must not end with chunks in its hands.
-                fault = InternalError(f"adopt: {type(error).__name__}: {error}")
-                self._settle([(one, fault) for items in files for one in items if not one.told])
+                self._fault(files, error)
+
+    def _fault(self, files: Sequence[Sequence[Written]], error: Exception) -> None:
+        """Whoever waits is told: a thread must not end with chunks in its hands."""
+        fault = InternalError(f"adopt: {type(error).__name__}: {error}")
+        self._settle([(one, fault) for items in files for one in items if not one.told])
 
     def _next(self) -> list[list[Written]] | None:
         """Chunks by file; an empty list after something else was looked after; None to end."""
@@ -134,13 +194,18 @@ class Adopter:
             due = self._tended_at + self._period_s
             if not self._queue and not self._ending:
                 self._changed.wait(max(due - time.monotonic(), 0.0))
+            self._lingers = True
             while self._queue and not self._ending and (left := self._company.wait_s) > 0:
                 self._changed.wait(left)
-            if self._queue and (time.monotonic() < due or self._ending):
-                files = [self._take()]
-                while self._queue and len(files) < FILES_A_MESSAGE_MAX:
-                    files.append(self._take())
-                return files
+            self._lingers = False
+            ready = bool(self._queue) and (time.monotonic() < due or self._ending)
+            if ready and self._leave is None:
+                return self._files()
+        if ready and self._leave is not None:
+            self._depart(self._leave)
+            with self._changed:
+                self._changed.wait_for(lambda: not self._queue, LEFT_S)
+            return []
         try:
             more = self._tend()
         except Exception:
@@ -153,6 +218,13 @@ class Adopter:
                 self._running = False
                 return None
         return []
+
+    def _files(self) -> list[list[Written]]:
+        """Under the lock: what one message takes, by file."""
+        files: list[list[Written]] = []
+        while self._queue and len(files) < FILES_A_MESSAGE_MAX:
+            files.append(self._take())
+        return files
 
     def _take(self) -> list[Written]:
         """Under the lock: what waits of the first one's file.
@@ -184,21 +256,34 @@ class Adopter:
             except ArrowTQError as error:
                 outcomes = [error for _ in files]
         for items, outcome in zip(files, outcomes, strict=True):
-            if isinstance(outcome, NotFound | Unavailable):
-                # The server was restarted, or takes grants back: what was written is sent instead.
-                if proof is not None:
-                    self._host.forget_stale(outcome, proof)
-                items[0].writer.lose(items[0].granted)
-                for item in items:
-                    item.told = True
-                threading.Thread(
-                    target=self._send, args=(items,), name="arrow-tq-resend", daemon=True
-                ).start()
-                continue
+            self._heard(items, proof, outcome)
+
+    def _answered(self, items: Sequence[Written], proof: str, outcome: Wire | ArrowTQError) -> None:
+        """As ``_heard``; the thread that calls it must not end."""
+        try:
+            self._heard(items, proof, outcome)
+        except Exception as error:
+            self._fault([items], error)
+
+    def _heard(self, items: Sequence[Written], proof: str | None, outcome: Wire | ArrowTQError) -> None:
+        """What became of one command."""
+        if not isinstance(outcome, NotFound | Unavailable):
             self._settle(zip(items, _errors(items, outcome), strict=True))
+            return
+        # The server was restarted, or takes grants back: what was written is sent instead.
+        if proof is not None:
+            self._host.forget_stale(outcome, proof)
+        self._resend(items)
+
+    def _resend(self, items: Sequence[Written]) -> None:
+        for item in items:
+            item.told = True
+        threading.Thread(target=self._send, args=(items,), name="arrow-tq-resend", daemon=True).start()
 
     def _send(self, items: Sequence[Written]) -> None:
         """The way of everybody else."""
+        # Here, since it may wait: whoever writes into the file has the lock.
+        items[0].writer.lose(items[0].granted)
         for item in items:
             failure: ArrowTQError | None = None
             try:
@@ -219,7 +304,8 @@ class Adopter:
                 item.granted.unadopted -= 1
                 item.granted.let_go()
             self._busy -= len(settled)
-            self._changed.notify_all()
+            if not self._busy:
+                self._idle.notify_all()
 
 
 def _command(items: Sequence[Written], proof: str) -> AdoptChunks:

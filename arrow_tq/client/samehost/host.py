@@ -46,6 +46,11 @@ class Host:
                     self._asked = known
         return self._proof
 
+    @property
+    def known_proof(self) -> str | None:
+        """As ``proof``, without asking: None also where nobody has asked since ``forget``."""
+        return self._proof
+
     def forget(self, proof: str) -> None:
         """The server knows this proof no more: it is another process. The next call asks anew."""
         with self._lock:

@@ -98,7 +98,8 @@ class Catalog:
         self._lifecycles = Lifecycles(
             *(self._readers, self._writer, self._runs, self._writer_runs, self._operations, on_released)
         )
-        self.execute_many = self._lifecycles.execute_many
+        self.begin_many = self._lifecycles.begin
+        self.finish_many = self._lifecycles.finish
         # Bound methods: nothing is added to what is called for each step.
         self.commit_steps = self._steps.commit_steps
         self.token_path = self._steps.token_path

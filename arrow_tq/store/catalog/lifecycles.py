@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import apsw
 
@@ -12,7 +13,7 @@ from arrow_tq.store.catalog.finalize import compose_session, store_segments
 from arrow_tq.store.catalog.operations import Operations
 from arrow_tq.store.catalog.requests import once
 from arrow_tq.store.catalog.runs import CommittedRuns, WriterRuns
-from arrow_tq.store.catalog.writer import Again, Apply, Writer
+from arrow_tq.store.catalog.writer import Again, Apply, Beside, Writer
 from arrow_tq_schemas.commands import FinalizeSession, OpenSession, Wire
 from arrow_tq_schemas.errors import ArrowTQError, Busy, InvalidInput
 from arrow_tq_schemas.ids import ChunkId
@@ -20,6 +21,18 @@ from arrow_tq_schemas.ids import ChunkId
 FINALIZE_TRIES_MAX = 20
 """Times that a session is composed again because a step was committed meanwhile."""
 Lifecycle = OpenSession | FinalizeSession
+
+
+@dataclass(slots=True, eq=False)
+class Begun:
+    """Commands on their way."""
+
+    commands: Sequence[Lifecycle]
+    outcomes: list[Wire | ArrowTQError | None]
+    """One a command, None as long as it is not known."""
+    prepared: Sequence[int]
+    """Which commands the operations are of."""
+    beside: Beside[Wire]
 
 
 class Lifecycles:
@@ -43,17 +56,24 @@ class Lifecycles:
 
     def execute_many(self, commands: Sequence[Lifecycle]) -> list[Wire | ArrowTQError]:
         """Each command's reply, or its error in the reply's place; each is atomic by itself."""
-        outcomes: list[Wire | ArrowTQError | None] = [None] * len(commands)
-        waiting = list(range(len(commands)))
-        for _ in range(FINALIZE_TRIES_MAX):
-            waiting = self._attempt(commands, waiting, outcomes)
+        return self.finish(self.begin(commands))
+
+    def begin(self, commands: Sequence[Lifecycle]) -> Begun:
+        """Have everything ready for the writer; ``finish`` has it run, unless a commit took it along."""
+        return self._begin(commands, range(len(commands)), [None] * len(commands))
+
+    def finish(self, begun: Begun) -> list[Wire | ArrowTQError]:
+        """As ``execute_many``."""
+        waiting = self._settle(begun)
+        for _ in range(FINALIZE_TRIES_MAX - 1):
             if not waiting:
                 break
+            waiting = self._settle(self._begin(begun.commands, waiting, begun.outcomes))
         for index in waiting:
-            outcomes[index] = Busy(
-                f"session {commands[index].session_id!r}: steps were committed while it was finalized"
+            begun.outcomes[index] = Busy(
+                f"session {begun.commands[index].session_id!r}: steps were committed while it was finalized"
             )
-        return [outcome for outcome in outcomes if outcome is not None]
+        return [outcome for outcome in begun.outcomes if outcome is not None]
 
     def execute(self, command: Lifecycle) -> Wire:
         """The reply; raises the error."""
@@ -62,10 +82,10 @@ class Lifecycles:
             raise outcome
         return outcome
 
-    def _attempt(
+    def _begin(
         self, commands: Sequence[Lifecycle], chosen: Sequence[int], outcomes: list[Wire | ArrowTQError | None]
-    ) -> list[int]:
-        """One transaction for those chosen; fills in outcomes, and says whose session went on meanwhile."""
+    ) -> Begun:
+        """What those chosen do in the writer; ``outcomes`` has why some cannot."""
         prepared: list[int] = []
         applies: list[Apply[Wire]] = []
         with self._snapshot([commands[index] for index in chosen]) as connection:
@@ -75,13 +95,20 @@ class Lifecycles:
                     prepared.append(index)
                 except ArrowTQError as error:
                     outcomes[index] = error
+        return Begun(commands, outcomes, prepared, Beside(applies))
+
+    def _settle(self, begun: Begun) -> list[int]:
+        """Fill in outcomes, and say whose session went on meanwhile."""
+        beside = begun.beside
+        if beside.outcomes is None:
+            beside.outcomes = self._writer.run(beside.applies) if beside.applies else []
         again: list[int] = []
         released: list[ChunkId] = []
-        for index, outcome in zip(prepared, self._writer.run(applies) if applies else [], strict=True):
+        for index, outcome in zip(begun.prepared, beside.outcomes, strict=True):
             if isinstance(outcome.error, Again):
                 again.append(index)
                 continue
-            outcomes[index] = outcome.value if outcome.error is None else outcome.error
+            begun.outcomes[index] = outcome.value if outcome.error is None else outcome.error
             released += outcome.released
         if released:
             self._on_released(released)

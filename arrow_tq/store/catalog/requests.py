@@ -48,7 +48,9 @@ def answered(connection: apsw.Connection, command: Mutation) -> Wire | None:
 
 
 def _find(connection: apsw.Connection, command: Mutation, key: bytes) -> Wire | None:
-    known: Any = connection.execute("SELECT verb, body FROM requests WHERE request_id = ?", (key,)).fetchone()
+    known: Any = connection.execute(
+        "SELECT verb, body FROM requests WHERE request_id IN (?, ?)", (key, _older_key(command))
+    ).fetchone()
     if known is None:
         return None
     verb, body = known
@@ -73,5 +75,15 @@ def prune(change: Change, ttl_s: float) -> int:
 
 
 def _key(command: Mutation) -> bytes:
-    scope = str(getattr(command, "run", None) or "")
-    return hashlib.blake2b(f"{command.request_id}:{scope}".encode(), digest_size=16).digest()
+    """The id first: a client's ids count up, and its replies share pages, which a hash spreads over all."""
+    return bytes.fromhex(command.request_id) + hashlib.blake2b(_scope(command), digest_size=8).digest()
+
+
+def _older_key(command: Mutation) -> bytes:
+    """As earlier versions stored it: a request may be asked again of a newer one."""
+    name = command.request_id.encode() + b":" + _scope(command)
+    return hashlib.blake2b(name, digest_size=16).digest()
+
+
+def _scope(command: Mutation) -> bytes:
+    return str(getattr(command, "run", None) or "").encode()

@@ -20,6 +20,7 @@ from arrow_tq.store.catalog.writer import Change
 from arrow_tq_schemas.commands import CloseGroup, Done, OpenSession, SessionInfo
 from arrow_tq_schemas.errors import Conflict, NotFound, SessionClosed
 from arrow_tq_schemas.names import check_id, check_session
+from arrow_tq_schemas.trusted import trusted
 
 OPEN = "open"
 FINALIZED = "finalized"
@@ -99,8 +100,15 @@ def open_session(
     if found is None:
         _create(change, run, command, columns)
         change.after.append(lambda: created(command.run, command.session_id))
-        return SessionInfo(
-            session_id=command.session_id, group=command.group, status=OPEN, last_step=None, ends={}
+        return trusted(
+            SessionInfo,
+            {
+                "session_id": command.session_id,
+                "group": command.group,
+                "status": OPEN,
+                "last_step": None,
+                "ends": {},
+            },
         )
     if found.status != FINALIZED or not _names_alone(command):
         _open_again(change, run, command, columns, found)

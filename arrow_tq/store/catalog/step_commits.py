@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from arrow_tq.store.catalog import sessions, tree
 from arrow_tq.store.catalog.config import CatalogConfig, ChunkPins
@@ -11,8 +12,8 @@ from arrow_tq.store.catalog.paths import TokenPath, TokenPaths
 from arrow_tq.store.catalog.runs import CommittedRuns, WriterRuns
 from arrow_tq.store.catalog.step_plans import StepPlan, plan_step
 from arrow_tq.store.catalog.steps import CommitStep, find_receipts
-from arrow_tq.store.catalog.writer import Again, Apply, Outcome, Writer
-from arrow_tq_schemas.commands import StepCommit, StepResult
+from arrow_tq.store.catalog.writer import Again, Apply, Beside, Outcome, Writer
+from arrow_tq_schemas.commands import StepCommit, StepResult, Wire
 from arrow_tq_schemas.errors import ArrowTQError, InvalidInput
 from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.receipts import Receipt
@@ -44,7 +45,10 @@ class StepCommits:
         """Steps since this process opened the store."""
 
     def commit_steps(
-        self, commits: Sequence[StepCommit], rewrites: Mapping[tuple[str, str, str], int]
+        self,
+        commits: Sequence[StepCommit],
+        rewrites: Mapping[tuple[str, str, str], int],
+        beside: Beside[Wire] | None = None,
     ) -> list[StepResult]:
         """Commit each step atomically by itself, in order; errors are in the results.
 
@@ -52,10 +56,11 @@ class StepCommits:
             commits: whole steps; those of one session in their order.
             rewrites: by run, session and step id, the first position whose token ids differ from those
                 on the step's path.
+            beside: run in the same transaction, before the steps; where no step can be run, not at all.
         """
         results: list[StepResult | None] = [None] * len(commits)
         planned: list[int] = []
-        applies: list[Apply[int]] = []
+        applies: list[Apply[int | Wire]] = []
         for index, commit in enumerate(commits):
             try:
                 plan = self._plan(commit, rewrites)
@@ -64,7 +69,7 @@ class StepCommits:
                 continue
             planned.append(index)
             applies.append(CommitStep(plan, self._writer_runs, self._pins))
-        outcomes = self._writer.run(applies) if applies else []
+        outcomes = self._run(applies, beside) if applies else []
         released = [chunk_id for outcome in outcomes for chunk_id in outcome.released]
         if released:
             self._on_released(released)
@@ -92,6 +97,16 @@ class StepCommits:
             session = sessions.get_session(connection, record, session_id)
             return find_receipts(connection, session.id, step_id, run)
 
+    def _run(
+        self, applies: Sequence[Apply[int | Wire]], beside: Beside[Wire] | None
+    ) -> list[Outcome[int | Wire]]:
+        if beside is None:
+            return self._writer.run(applies)
+        outcomes = self._writer.run([*beside.applies, *applies])
+        others = len(beside.applies)
+        beside.outcomes = cast(list[Outcome[Wire]], outcomes[:others])
+        return outcomes[others:]
+
     def _plan(self, commit: StepCommit, rewrites: Mapping[tuple[str, str, str], int]) -> StepPlan:
         try:
             run = self._runs.get(commit.run)
@@ -100,11 +115,11 @@ class StepCommits:
         except UnicodeEncodeError as error:
             raise InvalidInput(f"step: text with a lone surrogate at {error.start}") from None
 
-    def _step_result(self, commit: StepCommit, outcome: Outcome[int]) -> StepResult:
+    def _step_result(self, commit: StepCommit, outcome: Outcome[int | Wire]) -> StepResult:
         if outcome.error is not None:
             return _failed(commit, outcome.error)
         self.committed += 1
-        assert outcome.value is not None
+        assert isinstance(outcome.value, int)
         return trusted(StepResult, {"step_id": commit.step_id, "step_index": outcome.value, "error": None})
 
 

@@ -110,6 +110,15 @@ class Outcome(Generic[Result]):
 
 
 @dataclass(slots=True, eq=False)
+class Beside(Generic[Result]):
+    """Operations that can go into a transaction which others need: it costs more than they do."""
+
+    applies: Sequence[Apply[Result]]
+    outcomes: list[Outcome[Result]] | None = None
+    """None: they were not run yet."""
+
+
+@dataclass(slots=True, eq=False)
 class _Job:
     applies: Sequence[Apply[Any]]
     outcomes: list[Outcome[Any]] = field(default_factory=list)

@@ -233,7 +233,9 @@ class ShardEngine:
     def claim(self, command: Claim, is_gone: Callable[[], bool]) -> Reply:
         raise self._elsewhere(command.verb)
 
-    def commit(self, step: StepCommit) -> StepResult:
+    def commit(
+        self, step: StepCommit, puts: Sequence[PutHandle] = (), wait_s: float | None = None
+    ) -> StepResult:
         raise self._elsewhere("commit")
 
     def answer(self, message: StreamMessage) -> StreamAnswers:

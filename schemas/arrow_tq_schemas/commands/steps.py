@@ -10,7 +10,7 @@ from arrow_tq_schemas.blobs import StepBlob
 from arrow_tq_schemas.chunks import Count
 from arrow_tq_schemas.command_base import Command, Mutation, Wire
 from arrow_tq_schemas.commands.terms import Json
-from arrow_tq_schemas.errors import from_wire
+from arrow_tq_schemas.errors import ArrowTQError, from_wire
 from arrow_tq_schemas.receipts import Receipt
 
 
@@ -57,6 +57,11 @@ class StepResult(Wire):
     step_id: str
     step_index: int = -1
     error: dict[str, object] | None = None
+
+    @property
+    def failure(self) -> ArrowTQError | None:
+        """The error, if there is one."""
+        return None if self.error is None else from_wire(self.error)
 
     def check(self) -> None:
         """Raise the error, if there is one."""

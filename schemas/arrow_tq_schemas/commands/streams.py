@@ -14,6 +14,7 @@ from arrow_tq_schemas.commands.samehost import AdoptChunks, ChunkVerdicts
 from arrow_tq_schemas.commands.sessions import FinalizeSession, OpenSession, SegmentInfos, SessionInfo
 from arrow_tq_schemas.commands.steps import StepCommit, StepResult
 from arrow_tq_schemas.errors import ArrowTQError, from_wire
+from arrow_tq_schemas.trusted import trusted
 
 COMMANDS_A_MESSAGE_MAX = 4096
 Streamed = AdoptChunks | OpenSession | FinalizeSession
@@ -59,11 +60,14 @@ class StreamAnswers(Wire):
 
 def stream_answer(outcome: Wire | ArrowTQError) -> StreamAnswer:
     """A command's reply, or what it failed by, as it travels."""
+    values: dict[str, object] = {"verdicts": None, "session": None, "segments": None, "error": None}
     if isinstance(outcome, ArrowTQError):
-        return StreamAnswer(error=outcome.to_wire())
-    if isinstance(outcome, SessionInfo):
-        return StreamAnswer.model_construct(session=outcome)
-    if isinstance(outcome, SegmentInfos):
-        return StreamAnswer.model_construct(segments=outcome)
-    assert isinstance(outcome, ChunkVerdicts)
-    return StreamAnswer.model_construct(verdicts=outcome)
+        values["error"] = outcome.to_wire()
+    elif isinstance(outcome, SessionInfo):
+        values["session"] = outcome
+    elif isinstance(outcome, SegmentInfos):
+        values["segments"] = outcome
+    else:
+        assert isinstance(outcome, ChunkVerdicts)
+        values["verdicts"] = outcome
+    return trusted(StreamAnswer, values)
