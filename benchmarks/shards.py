@@ -1,4 +1,11 @@
-"""What four shards cost over one server: the same batch through both, phase by phase, in turns."""
+"""What going from one shard to four costs: a catalog with 1 shard and a catalog with 4, in turns.
+
+The roles are the same on both sides; one server that is everything stands beside them. A batch is what a
+training step sees of it: sessions opened, rows put, steps committed, sessions finalized, segments claimed,
+micro-batches planned, manifests and chunks found, the batch released. Turns are a few tokens, so that what
+is counted is the control path and not the moving of payload; rows "with payload" are put and fetch where
+that is most of it, and have no target.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,6 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 
 import arrow_tq
 from arrow_tq import fields
@@ -27,85 +33,135 @@ from benchmarks.wire import WIRE
 
 SHARDS = 4
 TIMES_MAX = 1.2
-"""Of one server's time, that four shards may take."""
+"""Of what a catalog and one shard take, that a catalog and four may."""
 WRITERS = 16
-WARM_TURNS = 14
-"""Until granted files are as large as they get, and their memory serves again."""
+WARM_TURNS = 2
+"""Files, connections and pages that a run has after its first batches."""
 STEPS = 4
 RANKS, TOKENS_A_MICRO_BATCH = 8, 32_768
-CONTROL = ("commit", "compose", "claim", "plan", "release")
-PHASES = ("put", *CONTROL, "fetch")
+PHASES = ("open", "put", "commit", "finalize", "claim", "plan", "fetch", "release")
+WHOS = ("client", "catalog", "shards")
 
 
 def rows(sizes: Sizes) -> list[Row]:
-    """Wall time and processor time of every phase of a batch, of the control path together, and each way."""
+    """Wall and processor time a batch, together and by part, mapped and over the wire; by whose it is."""
     found: list[Row] = []
-    for way, options in (("mapped", ClientOptions()), ("wire", WIRE)):
-        with ExitStack() as stack:
-            alone = Side(stack.enter_context(servers.cluster(0)), options, sizes, stack)
-            many = Side(stack.enter_context(servers.cluster(SHARDS)), options, sizes, stack)
-            # Files, connections and pages that a run has after its first batches.
-            for _ in range(WARM_TURNS if sizes.rounds > 1 else 1):
-                alone.turn()
-                many.turn()
-            alone.clear()
-            many.clear()
-            for index in range(sizes.rounds):
-                for side in (alone, many) if index % 2 else (many, alone):
-                    time.sleep(sizes.pause_s)
-                    side.turn()
-            found += _compare(way, alone, many)
+    small, large = sizes.shard_turn_tokens, sizes.shard_payload_tokens
+    mapped = ClientOptions()
+    for way, options, counts in (("mapped", mapped, (0, 1, SHARDS)), ("wire", WIRE, (1, SHARDS))):
+        *one, few, many = _measured(sizes, small, options, counts)
+        found += _compare(f"{way}: control path", few, many, PHASES, 1 / TIMES_MAX)
+        found += _by_whom(f"{way}: control path", few, many)
+        # Nothing is won by leaving shards out.
+        found.append(Row(f"{way}: chunks on the fullest of {SHARDS}", many.share, "%", None, None, None))
+        for phase in PHASES:
+            found += _compare(f"{way}: {phase}", few, many, (phase,), None)
+        found += [_row(f"catalog and 1 shard to one server, {way}: control path", side, few) for side in one]
+    few, many = _measured(sizes, large, mapped, (1, SHARDS))
+    for phase in ("put", "fetch"):
+        found += _compare(f"mapped, with payload: {phase}", few, many, (phase,), None)
     return found
 
 
-def _compare(way: str, alone: Side, many: Side) -> list[Row]:
+def _measured(sizes: Sizes, tokens: int, options: ClientOptions, shards: Sequence[int]) -> list[Side]:
+    """Sides of so many shards (0: one server), each after the same rounds, in turns."""
+    with ExitStack() as stack:
+        sides = [
+            Side(stack.enter_context(servers.cluster(count)), options, sizes, tokens, stack)
+            for count in shards
+        ]
+        for _ in range(WARM_TURNS if sizes.shard_rounds > 1 else 1):
+            for side in sides:
+                side.turn()
+        for side in sides:
+            side.clock.clear()
+        for index in range(sizes.shard_rounds):
+            for side in sides if index % 2 else reversed(sides):
+                time.sleep(sizes.shard_pause_s)
+                side.turn()
+        for side in sides:
+            side.share = side.fullest()
+        return sides
+
+
+def _compare(label: str, few: Side, many: Side, phases: Sequence[str], target: float | None) -> list[Row]:
     found = []
-    for name, phases in (("control path", CONTROL), *((phase, (phase,)) for phase in PHASES)):
-        for kind in ("wall", "processor"):
-            one, four = alone.median_ms(kind, phases), many.median_ms(kind, phases)
-            target = 1 / TIMES_MAX if name in ("control path", "put", "fetch") else None
-            label = f"{SHARDS} shards to one, {way}: {name}, {kind}"
-            found.append(Row(label, four, "ms", one, one / max(four, 1e-6), target))
+    for kind in ("wall", "processor"):
+        less, more = few.clock.median_ms(kind, phases), many.clock.median_ms(kind, phases)
+        name = f"{SHARDS} shards to 1, {label}, {kind}"
+        found.append(Row(name, more, "ms", less, less / max(more, 1e-6), target))
     return found
+
+
+def _by_whom(label: str, few: Side, many: Side) -> list[Row]:
+    found = []
+    for who in WHOS:
+        less, more = few.clock.median_ms(who, PHASES), many.clock.median_ms(who, PHASES)
+        name = f"{SHARDS} shards to 1, {label}, processor of {who}"
+        found.append(Row(name, more, "ms", less, less / max(more, 1e-6), None))
+    return found
+
+
+def _row(name: str, before: Side, after: Side) -> Row:
+    less, more = before.clock.median_ms("processor", PHASES), after.clock.median_ms("processor", PHASES)
+    return Row(f"{name}, processor", more, "ms", less, less / max(more, 1e-6), None)
 
 
 @dataclass
 class Clock:
-    """Wall time, and processor time of this process and of the servers, by phase and round, in seconds."""
+    """Wall time and processor time by phase and round, in seconds; ``pids``: catalog first, then shards."""
 
-    servers: Sequence[psutil.Process]
-    wall: dict[str, list[float]] = slot(default_factory=dict)
-    processor: dict[str, list[float]] = slot(default_factory=dict)
+    pids: Sequence[int]
+    times: dict[tuple[str, str], list[float]] = slot(default_factory=dict)
+    """By kind and phase: ``wall``, and the processor time of each of ``WHOS``."""
 
     def begin(self) -> None:
         """A new round."""
-        for phase in PHASES:
-            self.wall.setdefault(phase, []).append(0.0)
-            self.processor.setdefault(phase, []).append(0.0)
+        for kind in ("wall", *WHOS):
+            for phase in PHASES:
+                self.times.setdefault((kind, phase), []).append(0.0)
+
+    def clear(self) -> None:
+        """Forget what was measured."""
+        self.times.clear()
 
     def measure(self, phase: str, work: Callable[[], object]) -> None:
         """Add one call to the round's figure of a phase."""
         used, began = self._used_s(), time.perf_counter()
         work()
-        self.wall[phase][-1] += time.perf_counter() - began
-        self.processor[phase][-1] += self._used_s() - used
+        self.times["wall", phase][-1] += time.perf_counter() - began
+        for who, before, after in zip(WHOS, used, self._used_s(), strict=True):
+            self.times[who, phase][-1] += after - before
 
-    def _used_s(self) -> float:
-        times = [process.cpu_times() for process in self.servers]
-        return time.process_time() + sum(one.user + one.system for one in times)
+    def median_ms(self, kind: str, phases: Sequence[str]) -> float:
+        """Of the rounds, these phases together; ``processor`` is that of all processes."""
+        kinds = WHOS if kind == "processor" else (kind,)
+        by_round = np.sum([self.times[one, phase] for one in kinds for phase in phases], axis=0)
+        return 1e3 * float(np.median(by_round))
+
+    def _used_s(self) -> tuple[float, float, float]:
+        catalog, *shards = map(_processor_s, self.pids)
+        return time.process_time(), catalog, sum(shards)
+
+
+def _processor_s(pid: int) -> float:
+    """Processor time of another process, to the nanosecond: the id of its clock as Linux makes it."""
+    return time.clock_gettime((~pid << 3) | 2)
 
 
 class Side:
-    """A store, and the batches that go through it."""
+    """A store, and the batches that go through it; a turn of a session has ``tokens``."""
 
-    def __init__(self, site: servers.Site, options: ClientOptions, sizes: Sizes, stack: ExitStack) -> None:
+    def __init__(
+        self, site: servers.Site, options: ClientOptions, sizes: Sizes, tokens: int, stack: ExitStack
+    ) -> None:
         self._store = stack.enter_context(arrow_tq.connect(site.url, options=options))
         self._pool = stack.enter_context(ThreadPoolExecutor(WRITERS))
-        self._clock = Clock([psutil.Process(pid) for pid in site.pids])
+        self.clock = Clock(site.pids)
         declared = [fields.token_ids(), fields.logprobs(), routing()]
         self._run: Run = self._store.run("shards", fields=declared)
         self._sessions = sizes.shard_sessions
-        self._tokens = tokens = sizes.shard_turn_tokens
+        self._tokens = tokens
         random = np.random.default_rng(0)
         self._payload: dict[str, npt.NDArray[np.generic]] = {
             "token_ids": random.integers(0, 1 << 17, tokens, dtype=np.int32),
@@ -118,18 +174,21 @@ class Side:
             "routed_experts": np.ones((total, LAYERS, TOPK), np.uint8),
         }
         self._round = 0
+        self.share = 0.0
+        """Of the chunks, on the shard with most, in percent; once it was asked."""
 
     def turn(self) -> None:
         """One batch: written, composed, claimed, planned, fetched, compared, released."""
         self._round += 1
-        clock = self._clock
+        clock = self.clock
         clock.begin()
-        sessions = list(self._pool.map(self._open, range(self._sessions)))
+        sessions: list[Session] = []
+        clock.measure("open", lambda: sessions.extend(self._pool.map(self._open, range(self._sessions))))
         for index in range(STEPS):
             steps = [self._step(session, index) for session in sessions]
             clock.measure("put", partial(self._all, partial(self._put, index), steps))
             clock.measure("commit", partial(self._all, Step.commit, steps))
-        clock.measure("compose", lambda: self._all(Session.finalize, sessions))
+        clock.measure("finalize", lambda: self._all(Session.finalize, sessions))
         claimed: list[Batch] = []
         clock.measure("claim", lambda: claimed.append(self._run.claim(self._sessions)))
         (batch,) = claimed
@@ -138,16 +197,10 @@ class Side:
         self._check()
         clock.measure("release", batch.release)
 
-    def clear(self) -> None:
-        """Forget what was measured."""
-        self._clock.wall.clear()
-        self._clock.processor.clear()
-
-    def median_ms(self, kind: str, phases: Sequence[str]) -> float:
-        """Of the rounds, these phases together; processor time, which is counted coarsely, as the mean."""
-        figures = self._clock.wall if kind == "wall" else self._clock.processor
-        by_round = np.sum([figures[phase] for phase in phases], axis=0)
-        return 1e3 * float(np.median(by_round) if kind == "wall" else np.mean(by_round))
+    def fullest(self) -> float:
+        """See ``share``."""
+        counts = self._run.sql("SELECT count(*) AS n FROM chunks GROUP BY shard").column("n").to_numpy()
+        return 100 * float(counts.max() / counts.sum())
 
     def _all(self, work: Callable[..., object], items: Iterable[object]) -> None:
         list(self._pool.map(work, items))

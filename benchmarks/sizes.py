@@ -28,6 +28,10 @@ class Sizes:
     shard_sessions: int
     """Of one batch, four turns each."""
     shard_turn_tokens: int
+    shard_payload_tokens: int
+    """Of a turn, where payload is to be moved."""
+    shard_rounds: int
+    shard_pause_s: float
     handles: int
     """Handles expanded, and grouped, in one call."""
     spans: int
@@ -56,7 +60,10 @@ FULL = Sizes(
     clients=64,
     commits=100,
     shard_sessions=64,
-    shard_turn_tokens=512,
+    shard_turn_tokens=16,
+    shard_payload_tokens=512,
+    shard_rounds=5,
+    shard_pause_s=0.1,
     handles=10_000_000,
     spans=1_000_000,
     long_tokens=39_600,
@@ -76,6 +83,9 @@ SMOKE = Sizes(
     commits=5,
     shard_sessions=2,
     shard_turn_tokens=8,
+    shard_payload_tokens=16,
+    shard_rounds=1,
+    shard_pause_s=0.0,
     handles=10_000,
     spans=1_000,
     long_tokens=240,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections import Counter
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from arrow_tq.backend import Place, PutHandle, Read, Rows
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.pending import JoinedPuts
-from arrow_tq.client.placement import boot_id, choose, is_on
+from arrow_tq.client.placement import Placing, boot_id, is_on
 from arrow_tq.client.puts import Puts
 from arrow_tq.client.samehost.writes import HostPlace
 from arrow_tq.client.shard_client import ShardClient, WatchedPut, after, down
@@ -25,9 +24,6 @@ MAP_S = 2.0
 """Age at which the map of a cluster is asked again when a new chunk is placed."""
 ALONE_S = 30.0
 """The same where there is one shard."""
-PLACING_S = 0.05
-"""How long one shard gets all new chunks of this client."""
-GOLDEN = (5**0.5 - 1) / 2
 SUSPECT_S = 5.0
 """How long a shard gets no new chunks after a call to it failed."""
 OWN_NUMBER = 0
@@ -55,6 +51,7 @@ class Cluster:
         self._connect = connect
         self._main = main
         self._lock = threading.Lock()
+        self._asking = threading.Lock()
         self._map: ClusterMap | None = None
         self._alone = True
         self._asked_at = self._hold_off_until = float("-inf")
@@ -63,9 +60,7 @@ class Cluster:
         self._counted: Counter[str] = Counter()
         """By clients of servers that were replaced."""
         self._host = boot_id()
-        self._placing: tuple[int, ClusterMap | None, float] = (OWN_NUMBER, None, 0.0)
-        self._chance = random.random()
-        """Stepped by the golden ratio: shares of the free bytes are then kept within few turns."""
+        self._placing = Placing(self._host)
 
     @property
     def is_alone(self) -> bool:
@@ -80,6 +75,17 @@ class Cluster:
             return known
         if known is not None and time.monotonic() < self._hold_off_until:
             return known
+        if known is None or fresh:
+            return self._asked(known)
+        if not self._asking.acquire(blocking=False):
+            # One thread asks for all of them.
+            return known
+        try:
+            return self._asked(known)
+        finally:
+            self._asking.release()
+
+    def _asked(self, known: ClusterMap | None) -> ClusterMap:
         try:
             found = self._ask_map(ASK_FIRST_S if known is None else ASK_AGAIN_S)
         except (Unavailable, DeadlineExceeded):
@@ -115,23 +121,16 @@ class Cluster:
             Unavailable: none is up; retryable.
         """
         known, now = self.map(), time.monotonic()
-        number, of_map, until = self._placing
-        if of_map is known and now < until and self._suspects.get(number, 0.0) < now:
-            return number
-        number = self._choose(known, now)
-        self._placing = number, known, now + PLACING_S
-        return number
-
-    def _choose(self, known: ClusterMap, now: float) -> int:
-        shards = known.shards
-        if not known.version or (shards and self.is_alone):
+        if not known.version or (known.shards and self.is_alone):
             return OWN_NUMBER
-        able = [one for one in shards if one.up and one.takes_new]
+        number = self._placing.present(known, now)
+        if number is not None and self._suspects.get(number, 0.0) < now:
+            return number
+        able = [one for one in known.shards if one.up and one.takes_new]
         if not able:
             raise Unavailable(f"no shard of the cluster at {self._main.url} is up: try again")
         trusted = [one for one in able if self._suspects.get(one.number, 0.0) < now]
-        self._chance = (self._chance + GOLDEN) % 1.0
-        return choose(trusted or able, self._host, self._chance)
+        return self._placing.next(trusted or able, known, now)
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -140,6 +139,7 @@ class Cluster:
         by_number: dict[int, list[Chunk]] = {} if chunks else {OWN_NUMBER: []}
         for chunk in chunks:
             by_number.setdefault(chunk.header.chunk_id.shard, []).append(chunk)
+            self._placing.add(chunk.nbytes)
         handles = [self._put(number, field, some) for number, some in by_number.items()]
         return handles[0] if len(handles) == 1 else JoinedPuts(handles)
 
@@ -158,6 +158,7 @@ class Cluster:
         client = self._main if shard == OWN_NUMBER else self._client(shard)
         if client is None or not client.near or (shard != OWN_NUMBER and not self._is_up(shard)):
             return None
+        self._placing.add(rows * field.row_bytes)
         return client.writes.reserve(field, run, rows, header_bytes, shard)
 
     def stored(self, run: str, places: Sequence[Place]) -> PutHandle:

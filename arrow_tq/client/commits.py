@@ -125,17 +125,28 @@ class Commits:
             Unreachable, DeadlineExceeded: whether it was done is not known; the same request again gives
                 the same answer.
         """
-        waiting = _waiting(SECTIONS[type(command)], command, command.verb, {})
-        self._submit(waiting)
-        body = _body(waiting.what, self._told(waiting, monotonic() + self._options.action_s))
-        if isinstance(body, ArrowTQError):
-            raise body
-        return body
+        (told,) = self.ask_many([command])
+        if isinstance(told, ArrowTQError):
+            raise told
+        return told
 
-    def _submit(self, waiting: Waiting) -> None:
+    def ask_many(self, commands: Sequence[Streamed]) -> list[Wire | ArrowTQError]:
+        """Each command's reply, or its error in the reply's place."""
+        group = [_waiting(SECTIONS[type(command)], command, command.verb, {}) for command in commands]
+        self._submit(*group)
+        until = monotonic() + self._options.action_s
+        return [self._outcome(one, until) for one in group]
+
+    def _outcome(self, waiting: Waiting, until: float) -> Wire | ArrowTQError:
+        try:
+            return _body(waiting.what, self._told(waiting, until))
+        except ArrowTQError as error:
+            return error
+
+    def _submit(self, *group: Waiting) -> None:
         with self._changed:
             self._wake()
-            self._queue.append(waiting)
+            self._queue.extend(group)
 
     def _wake(self) -> None:
         """Under the lock: something is about to be there for the thread."""

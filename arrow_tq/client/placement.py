@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from arrow_tq_schemas.cluster import ShardEntry
+from arrow_tq_schemas.cluster import ClusterMap, ShardEntry
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+STAY_S, STAY_BYTES = 0.25, 64 << 20
+"""How long, and for how many bytes about, all new chunks of a client go to the same shard."""
+GOLDEN = (5**0.5 - 1) / 2
+
+
+class Placing:
+    """The shard that all new chunks of a client go to for the moment.
+
+    Any thread may call; two that choose at the same time agree on one or begin a moment each.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._chance = random.random()
+        """Stepped by the golden ratio: shares of the free bytes are then kept within few moments."""
+        self._moment: tuple[int, ClusterMap, float] | None = None
+        self._bytes = 0
+
+    def present(self, known: ClusterMap, now: float) -> int | None:
+        """The shard of this moment; None where it is over, or the map is another."""
+        moment = self._moment
+        if moment is None or self._bytes >= STAY_BYTES:
+            return None
+        number, of_map, until = moment
+        return number if of_map is known and now < until else None
+
+    def next(self, shards: Sequence[ShardEntry], known: ClusterMap, now: float) -> int:
+        """Begin another moment, on one of these shards."""
+        self._chance = (self._chance + GOLDEN) % 1.0
+        number = choose(shards, self._host, self._chance)
+        self._bytes = 0
+        self._moment = number, known, now + STAY_S
+        return number
+
+    def add(self, size: int) -> None:
+        """So many bytes were placed. Without a lock: about so many is enough."""
+        self._bytes += size
 
 
 def choose(shards: Sequence[ShardEntry], host: str, chance: float) -> int:

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from arrow_tq.backend import Read, Rows
+from arrow_tq.client.commits import Commits
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.pending import PendingPut
 from arrow_tq.client.puts import Puts
@@ -49,7 +50,9 @@ class ShardClient:
         self.connection = connection
         self.puts = Puts(connection)
         self.host = HostReads(connection)
-        self.writes = HostWrites(connection, self.host.host, self.puts, catalog)
+        # What many threads wrote, in several files, is one message and no call.
+        self._adopts = Commits(connection)
+        self.writes = HostWrites(connection, self.host.host, self.puts, self._adopts.ask_many, catalog)
         self.wire_reads = 0
 
     def read(self, request: Read) -> Iterator[Rows]:
@@ -78,6 +81,7 @@ class ShardClient:
         """End grants, put streams and the connection, in that order; what is mapped is let go."""
         until = time.monotonic() + timeout_s
         self.writes.close(timeout_s)
+        self._adopts.close(max(until - time.monotonic(), 0.0))
         self.puts.close(max(until - time.monotonic(), 0.0))
         self.host.close()
         self.connection.renew()
@@ -85,7 +89,8 @@ class ShardClient:
     def finish(self, timeout_s: float) -> None:
         """Before a fork: the same, in less time."""
         self.writes.close(timeout_s / 2)
-        self.puts.finish(timeout_s / 2)
+        self._adopts.finish(timeout_s / 4)
+        self.puts.finish(timeout_s / 4)
         self.host.close()
         self.connection.renew()
 

@@ -172,9 +172,11 @@ class ConfirmedChunk(Wire):
 
 
 class Confirmed(Wire):
-    """Reply to ``ConfirmChunks``, in the order of the ids; None: not there."""
+    """Reply to ``ConfirmChunks`` and ``FetchChunks``, in the order of the ids; None: not there."""
 
     chunks: list[ConfirmedChunk | None]
+    used_bytes: Count | None = None
+    """Of the shard, with these chunks in it; None: not said."""
 
 
 class FetchChunks(ToShard):

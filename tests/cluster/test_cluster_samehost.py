@@ -86,7 +86,7 @@ def test_every_shard_is_written_and_read_without_the_wire(cluster: Cluster, stor
     before = [figures(cluster, index) for index in range(3)]
     seeds = list(range(12))
     for seed in seeds:
-        write(run, seed)
+        write(run, seed, shard=1 + seed % 3)
     stats = store.stats()
     after = [figures(cluster, index) for index in range(3)]
     adopted = [

@@ -358,7 +358,8 @@ def replies() -> dict[str, commands.Wire]:
                     run="r", epoch=2, field="logprobs", start=4, rows=5, checksum="0" * 32
                 ),
                 None,
-            ]
+            ],
+            used_bytes=4096,
         ),
         "Done": commands.Done(count=3),
         "Empty": commands.Empty(),

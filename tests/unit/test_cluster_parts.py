@@ -14,13 +14,13 @@ from hypothesis import given, settings, strategies as st
 from arrow_tq import errors, fields
 from arrow_tq.backend import Read, Rows
 from arrow_tq.client.pending import PendingPut
-from arrow_tq.client.placement import choose
+from arrow_tq.client.placement import STAY_BYTES, STAY_S, Placing, choose
 from arrow_tq.client.shard_client import WatchedPut, after
 from arrow_tq.client.shard_reads import Reader, no_such_shard, read_shards, shard_numbers, unreadable
 from arrow_tq.store.cluster import outbox
 from arrow_tq.store.cluster.outbox import Outbox
 from arrow_tq.store.cluster.shard_map import ShardMap
-from arrow_tq_schemas.cluster import Beat, JoinCluster, Joined, ShardEntry, ShardServer
+from arrow_tq_schemas.cluster import Beat, ClusterMap, JoinCluster, Joined, ShardEntry, ShardServer
 from arrow_tq_schemas.ids import ChunkId, IdFactory
 from arrow_tq_schemas.spans import Span, to_spans
 
@@ -87,6 +87,19 @@ def test_a_lost_map_takes_shards_back_under_their_numbers(tmp_path: Path) -> Non
     for number in (7, 0):
         with pytest.raises(errors.Conflict, match=f"shard {number}: it belongs to another data directory"):
             join(known, uuid.uuid4().hex, number=number)
+
+
+def test_a_shard_says_how_full_it_is_between_beats_too(tmp_path: Path) -> None:
+    members = shard_map(tmp_path)
+    joined = join(members, "a" * 32)
+    members.beat(beat(joined, used_bytes=10))
+    earlier = members.member(joined.number)
+    assert earlier is not None
+    members.fills(earlier, 30)
+    assert members.map().shards[0].used_bytes == 30
+    join(members, "a" * 32)
+    members.fills(earlier, 90)
+    assert members.map().shards[0].used_bytes == 0, "another process is the shard now"
 
 
 def test_who_is_not_heard_of_is_down_until_it_is(tmp_path: Path) -> None:
@@ -193,6 +206,21 @@ def test_the_more_room_the_likelier() -> None:
     chances = np.linspace(0, 0.9999, 1000)
     share = np.mean([choose(shards, "c", float(chance)) == 1 for chance in chances])
     assert share == pytest.approx(0.75, abs=0.01)
+
+
+def test_new_chunks_stay_together_for_a_moment_or_so_many_bytes() -> None:
+    shards = [entry(number, "here", 500) for number in (1, 2, 3, 4)]
+    known = ClusterMap(version=1, catalog=CATALOG, lease_s=1, shards=shards)
+    placing = Placing("here")
+    assert placing.present(known, 0.0) is None
+    first = placing.next(shards, known, 0.0)
+    assert placing.present(known, STAY_S / 2) == first
+    assert placing.present(known, STAY_S) is None
+    assert placing.present(known.model_copy(), STAY_S / 2) is None
+    placing.add(STAY_BYTES)
+    assert placing.present(known, STAY_S / 2) is None
+    moments = [placing.next(shards, known, 0.0) for _ in range(40)]
+    assert {moments.count(number) for number in (1, 2, 3, 4)} <= {9, 10, 11}
 
 
 # -- reading -----------------------------------------------------------------------------------------

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from arrow_tq.client.connection import Connection
 from arrow_tq_schemas.commands import (
-    AdoptChunks,
-    ChunkVerdicts,
     Command,
     FindHost,
     HostInfo,
@@ -74,16 +71,6 @@ class Host:
         if not isinstance(reply.body, kind):
             raise InternalError(f"reply to {command.verb}: {type(reply.body).__name__}")
         return reply.body, reply
-
-    def ask_each(self, commands: Sequence[AdoptChunks]) -> list[Wire | ArrowTQError]:
-        """A call a command: its reply, or its error in the reply's place."""
-        outcomes: list[Wire | ArrowTQError] = []
-        for command in commands:
-            try:
-                outcomes.append(self.ask(command, ChunkVerdicts)[0])
-            except ArrowTQError as error:
-                outcomes.append(error)
-        return outcomes
 
     def _look(self) -> tuple[bool, str | None]:
         """Whether that is known now, and the proof."""

@@ -10,7 +10,7 @@ from arrow_tq.backend import Header, Place, PutHandle
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.pending import JoinedPuts, Room
 from arrow_tq.client.puts import Puts
-from arrow_tq.client.samehost.adopter import Adopter, Written
+from arrow_tq.client.samehost.adopter import Adopt, Adopter, Written
 from arrow_tq.client.samehost.granted import Granted, Writer
 from arrow_tq.client.samehost.host import Host
 from arrow_tq.layout.appender import Reserved
@@ -35,6 +35,7 @@ class HostWrites:
 
     Args:
         puts: the way of everybody else, for what could not be adopted.
+        adopt: how the server is told of chunks in its files, where these do not ride with commits.
         catalog: where chunks are dropped; None: the server itself.
 
     Attributes:
@@ -47,6 +48,7 @@ class HostWrites:
         connection: Connection,
         host: Host,
         puts: Puts,
+        adopt: Adopt,
         catalog: Host | None = None,
     ) -> None:
         options = connection.options
@@ -56,7 +58,7 @@ class HostWrites:
         self._room = Room(options.put_inflight_bytes_max, options.put_room_s)
         self._lock = threading.Lock()
         self._writers: dict[tuple[str, str, int], Writer] = {}
-        self.adopter = Adopter(host, puts, host.ask_each, self._settled, self._tend, TEND_S)
+        self.adopter = Adopter(host, puts, adopt, self._settled, self._tend, TEND_S)
         self._kept_at = 0.0
         self.puts = 0
         self.put_bytes = 0

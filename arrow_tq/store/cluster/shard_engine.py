@@ -53,6 +53,8 @@ from arrow_tq_schemas.commands import (
     StepResult,
     StreamAnswers,
     StreamMessage,
+    Wire,
+    stream_answer,
 )
 from arrow_tq_schemas.errors import (
     ArrowTQError,
@@ -213,7 +215,7 @@ class ShardEngine:
             self._shard.keep_unpinned(ids)
             found = [self._header(one, command.run) for one in ids]
             self.sync(command.run)
-            return Reply(body=Confirmed(chunks=found))
+            return Reply(body=Confirmed(chunks=found, used_bytes=max(self._shard.level()[0], 0)))
         if isinstance(command, FetchChunks):
             chunks = [self._shard.get(one) for one in ids]
             headers = [None if one is None else _confirmed(one.header) for one in chunks]
@@ -239,7 +241,16 @@ class ShardEngine:
         raise self._elsewhere("commit")
 
     def answer(self, message: StreamMessage) -> StreamAnswers:
-        raise self._elsewhere("commit stream")
+        """Chunks in granted files, of several files at a time; the rest is the catalog's."""
+        if message.steps or message.opens or message.finalizes:
+            raise self._elsewhere("commit stream")
+        return StreamAnswers(answers=[stream_answer(self._outcome(one)) for one in message.adopts])
+
+    def _outcome(self, command: Command) -> Wire | ArrowTQError:
+        try:
+            return self.execute(command).body
+        except ArrowTQError as error:
+            return error
 
     def query(self, query: str, run: str | None) -> pa.Table:
         raise self._elsewhere("sql")

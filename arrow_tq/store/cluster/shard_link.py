@@ -44,12 +44,12 @@ class ShardLink:
         self._connection = connection
         self._on_lost = on_lost
 
-    def confirm(self, run: str, ids: Sequence[ChunkId]) -> list[ConfirmedChunk | None]:
-        """What is stored under these ids, which the shard keeps for a commit under way."""
+    def confirm(self, run: str, ids: Sequence[ChunkId]) -> Confirmed:
+        """What is stored under these ids, which the shard keeps for a commit under way; how full it is."""
         command = ConfirmChunks(
             number=self.member.number, epoch=self.member.epoch, run=run, ids=[one.hex for one in ids]
         )
-        return self._body(command, Confirmed).chunks
+        return self._body(command, Confirmed)
 
     def tend(self, run: str, ids: Sequence[ChunkId], keep: bool) -> int:
         """Free those that no step attached, or keep them; gives how many."""

@@ -140,7 +140,11 @@ class ShardSet:
         problem: Unavailable | None = None
         found: list[ConfirmedChunk | None] = [None] * len(ids)
         try:
-            found = self.link(number).confirm(run, ids)
+            link = self.link(number)
+            told = link.confirm(run, ids)
+            found = told.chunks
+            if told.used_bytes is not None:
+                self.map.fills(link.member, told.used_bytes)
         except Unavailable as error:
             problem = error
         except ArrowTQError as error:
