@@ -18,6 +18,7 @@ from arrow_tq.client.reads import read
 from arrow_tq.client.samehost import HostReads, HostWrites
 from arrow_tq.client.samehost.adopter import Adopt
 from arrow_tq.client.samehost.host import Host
+from arrow_tq.client.samehost.kept import KeptFiles
 from arrow_tq_schemas.errors import DeadlineExceeded, StoreFull, Unreachable
 
 STALL_S = 2.0
@@ -34,6 +35,7 @@ class ShardClient:
         near: whether it may be on this machine; only there it is asked for its memory.
         catalog: where chunks of puts that failed are dropped; None: the server itself.
         adopt: how the server is told of chunks in its files; None: a call a file.
+        kept: mappings of files that come back, shared with other shards; None: of this one alone.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class ShardClient:
         near: bool,
         catalog: Host | None = None,
         adopt: Adopt | None = None,
+        kept: KeptFiles | None = None,
     ) -> None:
         self.number = number
         self.epoch = epoch
@@ -52,7 +55,7 @@ class ShardClient:
         self.connection = connection
         self.puts = Puts(connection)
         self.host = HostReads(connection)
-        self.writes = HostWrites(connection, self.host.host, self.puts, adopt, catalog)
+        self.writes = HostWrites(connection, self.host.host, self.puts, adopt, catalog, kept)
         self.wire_reads = 0
 
     def read(self, request: Read) -> Iterator[Rows]:

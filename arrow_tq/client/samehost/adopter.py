@@ -77,6 +77,8 @@ class Adopter:
         self._company = Company(*COMPANY)
         self._busy = 0
         self._tended_at = 0.0
+        self._soon = False
+        """Whether there is something to look after as soon as nothing is to be adopted."""
         self._running = False
         self._ending = False
 
@@ -103,6 +105,12 @@ class Adopter:
         with self._changed:
             if self._company.hurry():
                 self._changed.notify_all()
+
+    def tend_soon(self) -> None:
+        """There is something to look after."""
+        with self._changed:
+            self._soon = True
+            self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything submitted is settled."""
@@ -132,7 +140,7 @@ class Adopter:
         """Chunks by file; an empty list after something else was looked after; None to end."""
         with self._changed:
             due = self._tended_at + self._period_s
-            if not self._queue and not self._ending:
+            if not self._queue and not self._ending and not self._soon:
                 self._changed.wait(max(due - time.monotonic(), 0.0))
             while self._queue and not self._ending and (left := self._company.wait_s) > 0:
                 self._changed.wait(left)
@@ -141,6 +149,7 @@ class Adopter:
                 while self._queue and len(files) < FILES_A_MESSAGE_MAX:
                     files.append(self._take())
                 return files
+            self._soon = False
         try:
             more = self._tend()
         except Exception:
@@ -217,7 +226,7 @@ class Adopter:
         with self._changed:
             for item in settled:
                 item.granted.unadopted -= 1
-                item.granted.let_go()
+                self._soon = item.granted.let_go() or self._soon
             self._busy -= len(settled)
             self._changed.notify_all()
 
