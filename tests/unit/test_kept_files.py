@@ -147,14 +147,18 @@ def test_a_kept_file_is_found_by_what_it_is(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_bounded_in_size_and_time(tmp_path: Path) -> None:
-    kept = KeptFiles(keep_s=0.2, keep_bytes=3 * MIB)
-    for number in range(5):
-        kept.keep(WritableFile(str(made(tmp_path / str(number))), MIB))
+    kept = KeptFiles(keep_s=0.3, keep_bytes=3 * MIB)
+    files = [WritableFile(str(made(tmp_path / str(number))), MIB) for number in range(5)]
+    for file in files:
+        kept.keep(file)
+    assert kept.kept_bytes == MIB, "none came back yet"
+    assert kept.take(str(tmp_path / "3"), MIB) is None
+    assert kept.take(str(tmp_path / "4"), MIB) is not None
+    for file in files:
+        kept.keep(file)
     assert kept.kept_bytes == 3 * MIB
-    assert kept.take(str(tmp_path / "1"), MIB) is None
-    assert kept.take(str(tmp_path / "2"), MIB) is not None
     assert kept.tend()
-    time.sleep(0.25)
+    time.sleep(0.35)
     assert not kept.tend()
     assert kept.kept_bytes == 0
     kept.close()

@@ -27,9 +27,6 @@ CHUNKS_A_GRANT = 4
 """Of the largest chunk met so far: a file holds so many at least."""
 REFUSED_S = 10.0
 """How long the wire is used after a grant was refused."""
-HURRIED_S = 4.0
-"""A writer that fills a file sooner has the next one granted as soon as it begins with one, not when that is
-half full. It has no more of them at a time than others."""
 
 
 class Granted:
@@ -38,7 +35,6 @@ class Granted:
     Attributes:
         grant: its token.
         unadopted: chunks that are written and that the server has not taken yet.
-        since: when it was mapped.
     """
 
     def __init__(self, told: ExtentGrant, layout: ColumnLayout, kept: KeptFiles) -> None:
@@ -49,7 +45,6 @@ class Granted:
         self.size_bytes = told.size_bytes
         self.lease_s = told.lease_s
         self.unadopted = 0
-        self.since = time.monotonic()
         self._full = False
         self._memory: Memory | None = self._file.memory()
         self._appender: Appender | None = Appender(self._memory, layout, used_bytes=told.used_bytes)
@@ -114,8 +109,6 @@ class Writer:
         self._host = host
         self._kept = kept
         self._let_go = let_go
-        self._hurried = False
-        """Whether the last file was full so soon that the next one is asked for at once."""
         self._next_bytes = GRANT_BYTES[0]
         self._refused_until = 0.0
         self._asked: Future[Granted | None] | None = None
@@ -132,7 +125,7 @@ class Writer:
         self.current = granted
         if granted is None:
             return None
-        if not self._has_spare() and (self._hurried or granted.appender.used_bytes > granted.size_bytes // 2):
+        if not self._has_spare() and granted.appender.used_bytes > granted.size_bytes // 2:
             self._asked = asked = Future[Granted | None]()
             threading.Thread(
                 target=self._prepare, args=(length, asked), name="arrow-tq-grant", daemon=True
@@ -173,7 +166,6 @@ class Writer:
     def _filled(self, granted: Granted) -> None:
         with self._full_lock:
             self.full.append(granted)
-        self._hurried = time.monotonic() < granted.since + HURRIED_S
         if granted.filled():
             self._let_go()
 

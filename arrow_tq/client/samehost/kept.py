@@ -13,8 +13,9 @@ from arrow_tq.client.samehost.locking import Memory, lock_shared, viewed
 
 KEEP_S = 8.0
 """How long a mapping is kept that nothing was written to."""
-KEEP_BYTES = 96 << 20
-"""Mapped and neither written nor viewed, at most, over all shards of a client."""
+KEEP_BYTES = 64 << 20
+"""Mapped and neither written nor viewed, at most, over all shards of a client; half of it where
+none came back lately."""
 
 
 class WritableFile:
@@ -55,6 +56,7 @@ class KeptFiles:
         self._lock = threading.Lock()
         self._files: dict[tuple[int, int], WritableFile] = {}
         """The least recently kept first."""
+        self._again_at = float("-inf")
         self._closed = False
         self.again = 0
         """Files that came back while they were mapped."""
@@ -72,6 +74,7 @@ class KeptFiles:
             if found is None or found.size_bytes != size_bytes:
                 return None
             self.again += 1
+            self._again_at = time.monotonic()
             return found
 
     def keep(self, file: WritableFile) -> None:
@@ -82,7 +85,10 @@ class KeptFiles:
                 return
             self._files.pop(file.inode, None)
             self._files[file.inode] = file
-            while sum(one.size_bytes for one in self._files.values()) > self._keep_bytes:
+            bound = (
+                self._keep_bytes if file.kept_at < self._again_at + self._keep_s else self._keep_bytes // 2
+            )
+            while sum(one.size_bytes for one in self._files.values()) > bound:
                 del self._files[next(iter(self._files))]
 
     def tend(self) -> bool:
