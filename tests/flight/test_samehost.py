@@ -270,11 +270,10 @@ def test_released_bytes_count_until_nobody_maps_them(own: Server) -> None:
             run.discard(["s"], reason="test")
             # A live extent without chunks is sealed when it was idle for 15 s; then it waits for the views.
             wait_until(lambda: store.stats()["zombie_bytes"] > 0, 40)
-            both = store.stats()["zombie_bytes"]
             assert np.array_equal(rows.values, experts(5))
             del rows
             time.sleep(2.5)
-            assert store.stats()["zombie_bytes"] == both > 0
+            assert store.stats()["zombie_bytes"] > 0, "the other process views it still"
             client.kill()
         wait_until(lambda: store.stats()["zombie_bytes"] == 0, 20)
 
