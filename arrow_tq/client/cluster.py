@@ -302,7 +302,8 @@ class Cluster:
                     # Its grants, mappings and streams end by themselves once nobody uses them.
                     self._counted.update(client.counters())
                 near, catalog = is_on(entry, self._host), self._main.host.host
-                client = ShardClient(number, entry.epoch, self._connect(url), near, catalog)
+                kept = self._main.writes.kept
+                client = ShardClient(number, entry.epoch, self._connect(url), near, catalog, kept=kept)
                 self._clients[number] = client
             return client
 

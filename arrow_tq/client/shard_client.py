@@ -18,6 +18,7 @@ from arrow_tq.client.puts import Puts
 from arrow_tq.client.reads import read
 from arrow_tq.client.samehost import HostReads, HostWrites
 from arrow_tq.client.samehost.host import Host
+from arrow_tq.client.samehost.kept import KeptFiles
 from arrow_tq_schemas.errors import DeadlineExceeded, StoreFull, Unreachable
 
 STALL_S = 2.0
@@ -33,6 +34,7 @@ class ShardClient:
         connection: to the server, connected or not.
         near: whether it may be on this machine; only there it is asked for its memory.
         catalog: where chunks of puts that failed are dropped; None: the server itself.
+        kept: mappings of files that come back, shared with other shards; None: of this one alone.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class ShardClient:
         connection: Connection,
         near: bool,
         catalog: Host | None = None,
+        kept: KeptFiles | None = None,
     ) -> None:
         self.number = number
         self.epoch = epoch
@@ -52,7 +55,8 @@ class ShardClient:
         self.host = HostReads(connection)
         # What many threads wrote, in several files, is one message and no call.
         self._adopts = Commits(connection)
-        self.writes = HostWrites(connection, self.host.host, self.puts, self._adopts.ask_many, catalog)
+        adopt = self._adopts.ask_many
+        self.writes = HostWrites(connection, self.host.host, self.puts, adopt, catalog, kept)
         self.wire_reads = 0
 
     def read(self, request: Read) -> Iterator[Rows]:

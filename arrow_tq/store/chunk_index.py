@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from arrow_tq.logs import logger
 from arrow_tq.store.extent import Entry, Extent
+from arrow_tq.store.mapped_file import MappedFile
 from arrow_tq_schemas.errors import Conflict
 from arrow_tq_schemas.ids import ChunkId
 
@@ -29,7 +30,9 @@ class ChunkIndex:
         """Guards the entries' pins, the unpinned and the extents' counts."""
         self._unpinned: dict[ChunkId, float] = {}
         self._retired: list[Extent] = []
-        """Without chunks: to be unlinked by upkeep."""
+        """Without chunks: to be unlinked."""
+        self.when_retired: Callable[[Extent], None] = lambda extent: None
+        """Called, under the lock, for each extent that has no chunks any more; must not block."""
         self._log = logger("arrow_tq.shard")
 
     def is_here(self, chunk_id: ChunkId, run: str, checksum: str) -> bool:
@@ -153,8 +156,10 @@ class ChunkIndex:
             return [chunk_id for chunk_id, put_at in self._unpinned.items() if put_at < before]
 
     def damaged(self, chunk_id: ChunkId, entry: Entry) -> None:
-        """The chunk's bytes are not what was stored: it is lost from now on."""
+        """The chunk's bytes are not what was stored: it is lost from now on, unless it was dropped."""
         with self._lock:
+            if entry.extent.retired:
+                return
             self.corrupt += not entry.corrupt
             entry.corrupt = True
         self._log.error("chunk is damaged", chunk=chunk_id.hex, path=str(entry.extent.file.path))
@@ -187,10 +192,11 @@ class ChunkIndex:
         with self._lock:
             return list(self.extents)
 
-    def take_retired(self) -> list[Extent]:
-        """Extents without chunks, which belong to the caller from now on."""
+    def take_retired(self, files: type[MappedFile] = MappedFile) -> list[Extent]:
+        """Extents without chunks in files of that type, which belong to the caller from now on."""
         with self._lock:
-            retired, self._retired = self._retired, []
+            retired = [extent for extent in self._retired if isinstance(extent.file, files)]
+            self._retired = [extent for extent in self._retired if not isinstance(extent.file, files)]
             self.extents.difference_update(retired)
         return retired
 
@@ -213,3 +219,4 @@ class ChunkIndex:
         if extent.chunks == 0 and extent.sealed and not extent.retired:
             extent.retired = True
             self._retired.append(extent)
+            self.when_retired(extent)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class GrantedFile(MappedFile):
     ) -> None:
         super().__init__(path, descriptor, mmap.mmap(-1, PAGE), allocated_bytes, space)
         self.size_bytes = size_bytes
+        self.ending = threading.RLock()
+        """Held by whoever cuts it, or takes it for another extent."""
 
     @classmethod
     def create(cls, path: Path, size_bytes: int, space: Space) -> GrantedFile:
@@ -98,10 +101,11 @@ class GrantedFile(MappedFile):
         return True
 
     def nobody_maps(self) -> bool:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+        with self.ending:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
         return True
 
     def reuse(self, path: Path, size_bytes: int) -> None:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 LEASE_S = 30.0
 """A grant that its client neither uses nor renews for so long ends."""
 GRANTS_MAX = 1024
+CUT_S, CUT_NOW = 5.0, 1 / 8
+"""How long a file keeps blocks that its writer did not use, where they are no more than this part of it. To
+give them back and allocate them again costs more than the rest of a grant; a bundle often lives shorter."""
 FILL_MAX = 0.7
 """Of the capacity, and of a run's quota, above which nothing is granted: the rest is for chunks that come."""
 
@@ -60,6 +63,25 @@ class Grant:
         return self._scratch[:size]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ended:
+    """A file that nobody is to write to any more, and that may still be mapped by who wrote it."""
+
+    extent: Extent
+    file: GrantedFile
+    at: float
+
+    def is_due(self, now: float, after_s: float) -> bool:
+        """Whether to give back what it did not use: a little waits, as it may soon be granted again."""
+        return now >= self.at + after_s or self.extent.rest_bytes > CUT_NOW * self.file.size_bytes
+
+    def cut(self) -> bool:
+        """Cut it after its last chunk; False while somebody maps it."""
+        with self.file.ending:
+            # Once it is retired its file may be another extent's.
+            return self.extent.retired or self.file.finish(self.extent.used_bytes, END_OF_STREAM)
+
+
 class Grants:
     """The grants of a shard. Thread-safe."""
 
@@ -68,8 +90,7 @@ class Grants:
         self._shard = shard
         self._lock = threading.Lock()
         self._grants: dict[str, Grant] = {}
-        self._unfinished: list[tuple[Extent, GrantedFile]] = []
-        """Ended, and perhaps still mapped by who wrote them."""
+        self._unfinished: list[Ended] = []
         self.chunks_adopted = 0
         self.bytes_adopted = 0
 
@@ -164,7 +185,7 @@ class Grants:
     def take_over(self, extent: Extent, file: GrantedFile) -> None:
         """An extent that nobody is to write to any more; also one of an earlier process."""
         with self._lock:
-            self._unfinished.append((extent, file))
+            self._unfinished.append(Ended(extent, file, time.monotonic()))
         self._shard.seal_granted(extent)
 
     def maintain(self) -> None:
@@ -172,12 +193,18 @@ class Grants:
         now = time.monotonic()
         with self._lock:
             expired = [token for token, grant in self._grants.items() if grant.expires_at < now]
-            unfinished, self._unfinished = self._unfinished, []
-        left = [(extent, file) for extent, file in unfinished if not self._finish(extent, file)]
-        with self._lock:
-            self._unfinished.extend(left)
+        self.cut(CUT_S)
         if expired:
             logger("arrow_tq.grants").info("grants expired", grants=self.end(expired), after_s=LEASE_S)
+
+    def cut(self, after_s: float) -> None:
+        """Give back what files did not use that ended so long ago; a large rest at once."""
+        now = time.monotonic()
+        with self._lock:
+            ended, self._unfinished = self._unfinished, []
+        left = [one for one in ended if not (one.is_due(now, after_s) and one.cut())]
+        with self._lock:
+            self._unfinished.extend(one for one in left if not one.extent.retired)
 
     def _create(self, stream: Stream, size_bytes: int) -> tuple[Extent, GrantedFile]:
         """The next extent of a stream, with its log and its schema."""
@@ -196,10 +223,6 @@ class Grants:
         extent.used_bytes = len(schema)
         site.added(extent)
         return extent, file
-
-    def _finish(self, extent: Extent, file: GrantedFile) -> bool:
-        """Cut an ended extent after its last chunk; True where nothing is left to do."""
-        return extent.retired or file.finish(extent.used_bytes, END_OF_STREAM)
 
     def _file(self, key: ExtentKey, path: Path, size_bytes: int) -> GrantedFile:
         recycled = self._site.recycling.take(GrantedFile.pool + key.run, path, size_bytes)

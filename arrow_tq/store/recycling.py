@@ -75,7 +75,8 @@ class Recycling:
             own = [spare for spare in own if spare.file.allocated_bytes <= size_bytes]
             if not own:
                 return None
-            best = max(own, key=lambda spare: spare.file.allocated_bytes)
+            # Of those that are large enough, more or less, the one that was in use a moment ago.
+            best = max(own, key=lambda spare: (8 * spare.file.allocated_bytes // size_bytes, spare.since))
             self._spares.remove(best)
         best.file.reuse(path, size_bytes)
         return best.file

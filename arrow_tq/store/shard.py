@@ -23,6 +23,7 @@ from arrow_tq.store.granted_file import GrantedFile, Torn
 from arrow_tq.store.grants import Grants
 from arrow_tq.store.group_sync import GroupSync
 from arrow_tq.store.populate import Populator
+from arrow_tq.store.reclaiming import Reclaimer
 from arrow_tq.store.recovery import Recovery, RecoveryReport
 from arrow_tq.store.recycling import Recycling
 from arrow_tq.store.retention import Retention
@@ -95,6 +96,10 @@ class Shard:
         self.grants = Grants(self._site, self)
         for extent, file in self._left_granted:
             self.grants.take_over(extent, file)
+        self._reclaimer = Reclaimer(
+            lambda: self._retention.look_after(self.index, self._streams.emptied, GrantedFile)
+        )
+        self.index.when_retired = self._reclaimer.note
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -212,6 +217,9 @@ class Shard:
                 raise
             # Dropped, and unmapped, since it was looked up.
             return None
+        if entry.extent.retired:
+            # Dropped meanwhile: what was copied of a client's file may be another grant's already.
+            return None
         if not entry.verified:
             if not verify(chunk):
                 self.index.damaged(chunk_id, entry)
@@ -231,12 +239,14 @@ class Shard:
     def part(self, chunk_id: ChunkId, entry: Entry, row: int, rows: int) -> Values | None:
         """Rows of a chunk without null ones, read where that is needed; None where they are there no more."""
         try:
-            return entry.extent.part(entry, row, rows)
+            values = entry.extent.part(entry, row, rows)
         except Torn:
             self.index.damaged(chunk_id, entry)
         except (ValueError, OSError):
             if not entry.extent.retired and not self._closed:
                 raise
+        else:
+            return None if entry.extent.retired else values
         return None
 
     def located(self, chunk_id: ChunkId) -> Entry | None:
@@ -288,7 +298,7 @@ class Shard:
             if stream.live is not None:
                 self._populator.top_up(stream.live)
         self.grants.maintain()
-        self._unlink_retired()
+        self._retention.look_after(self.index, self._streams.emptied)
         self._recycling.expire()
         self._streams.tidy({extent.key for extent in self.index.list_extents()})
 
@@ -302,6 +312,7 @@ class Shard:
             return
         self._closed = True
         self._populator.stop()
+        self._reclaimer.stop()
         for stream in self._streams.all():
             if not stream.lock.acquire(timeout=CLOSE_WAIT_S):
                 # Its writer was interrupted at the worst moment: the next start walks its extent.
@@ -311,7 +322,7 @@ class Shard:
                 stream.close()
             finally:
                 stream.lock.release()
-        self._unlink_retired()
+        self._retention.look_after(self.index, self._streams.emptied)
         for extent in self.index.extents:
             extent.file.unmap()
             extent.file.close()
@@ -367,21 +378,14 @@ class Shard:
             stream.make_spare()
         self._populator.look_after(extent)
 
-    def _unlink_retired(self) -> None:
-        """Take names away from extents without chunks, and reclaim those that nobody maps any more."""
-        retired = self.index.take_retired()
-        self._retention.retire(retired)
-        for extent in retired:
-            self._streams.emptied(extent.key)
-        self._retention.reclaim()
-
     def make_room(self) -> bool:
         """Give back what is allocated and holds nothing; whether that was anything."""
         before = self._space.used_bytes
         for stream in self._streams.all():
             stream.retire_idle(0.0)
             stream.give_back()
-        self._unlink_retired()
+        self.grants.cut(0.0)
+        self._retention.look_after(self.index, self._streams.emptied)
         self._recycling.clear()
         return self._space.used_bytes < before
 

@@ -15,7 +15,7 @@ import arrow_tq
 from arrow_tq import Field, errors, fields
 from arrow_tq.backend import Read, Rows
 from arrow_tq.client import ClientOptions
-from arrow_tq.client.samehost import host, mappings
+from arrow_tq.client.samehost import host, locking, mappings
 from arrow_tq.interface import Store
 from arrow_tq.runs import Run
 from arrow_tq.store import host_share
@@ -159,14 +159,14 @@ def test_an_extent_recycled_before_it_is_mapped_is_not_taken(
     """Between the answer and the lock its file becomes another extent: by its name and its inode."""
     path, other = tmp_path / "000000.arrows", tmp_path / "000001.arrows"
     path.write_bytes(b"first" * 1000)
-    lock = mappings.fcntl.flock
+    lock = locking.fcntl.flock
 
     def recycled(descriptor: int, operation: int) -> None:
         path.rename(other)
         other.write_bytes(b"other" * 1000)
         lock(descriptor, operation)
 
-    monkeypatch.setattr(mappings.fcntl, "flock", recycled)
+    monkeypatch.setattr(locking.fcntl, "flock", recycled)
     assert mappings.Mapping.open(path) is None
     other.rename(path)
 
@@ -175,7 +175,7 @@ def test_an_extent_recycled_before_it_is_mapped_is_not_taken(
         path.rename(other)
         path.write_bytes(b"third" * 1000)
 
-    monkeypatch.setattr(mappings.fcntl, "flock", replaced)
+    monkeypatch.setattr(locking.fcntl, "flock", replaced)
     assert mappings.Mapping.open(path) is None
 
 
@@ -270,11 +270,10 @@ def test_released_bytes_count_until_nobody_maps_them(own: Server) -> None:
             run.discard(["s"], reason="test")
             # A live extent without chunks is sealed when it was idle for 15 s; then it waits for the views.
             wait_until(lambda: store.stats()["zombie_bytes"] > 0, 40)
-            both = store.stats()["zombie_bytes"]
             assert np.array_equal(rows.values, experts(5))
             del rows
             time.sleep(2.5)
-            assert store.stats()["zombie_bytes"] == both > 0
+            assert store.stats()["zombie_bytes"] > 0, "the other process views it still"
             client.kill()
         wait_until(lambda: store.stats()["zombie_bytes"] == 0, 20)
 

@@ -26,7 +26,7 @@ FILES_A_MESSAGE_MAX = 64
 COMPANY = (64, 1 << 20, 0.005)
 """So many chunks, or bytes, or seconds are waited for where nobody waits: a call costs what ten chunks do."""
 
-RIDING = (64, 8 << 20, 0.02)
+RIDING = (64, 3 << 20, 0.02)
 """The same where chunks go along with their step's commit, which is likely to come soon."""
 LEFT_S = 0.05
 """How soon a message that was asked for has taken what waits; after that another one is asked for."""
@@ -94,6 +94,8 @@ class Adopter:
         self._company = Company(*COMPANY)
         self._busy = 0
         self._tended_at = 0.0
+        self._soon = False
+        """Whether there is something to look after as soon as nothing is to be adopted."""
         self._running = False
         self._ending = False
 
@@ -137,6 +139,12 @@ class Adopter:
                 self._changed.notify_all()
         if hurried and self._leave is not None:
             self._depart(self._leave)
+
+    def tend_soon(self) -> None:
+        """There is something to look after."""
+        with self._changed:
+            self._soon = True
+            self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything submitted is settled."""
@@ -192,7 +200,7 @@ class Adopter:
         """Chunks by file; an empty list after something else was looked after; None to end."""
         with self._changed:
             due = self._tended_at + self._period_s
-            if not self._queue and not self._ending:
+            if not self._queue and not self._ending and not self._soon:
                 self._changed.wait(max(due - time.monotonic(), 0.0))
             self._lingers = True
             while self._queue and not self._ending and (left := self._company.wait_s) > 0:
@@ -201,6 +209,7 @@ class Adopter:
             ready = bool(self._queue) and (time.monotonic() < due or self._ending)
             if ready and self._leave is None:
                 return self._files()
+            self._soon = self._soon and ready
         if ready and self._leave is not None:
             self._depart(self._leave)
             with self._changed:
@@ -302,7 +311,9 @@ class Adopter:
         with self._changed:
             for item in settled:
                 item.granted.unadopted -= 1
-                item.granted.let_go()
+                if item.granted.let_go() and not self._soon:
+                    self._soon = True
+                    self._changed.notify_all()
             self._busy -= len(settled)
             if not self._busy:
                 self._idle.notify_all()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
 import threading
 import time
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 from arrow_tq.client.samehost.host import SOON_S, Host
+from arrow_tq.client.samehost.kept import KeptFiles, WritableFile
+from arrow_tq.client.samehost.locking import Memory
 from arrow_tq.layout.appender import Appender, Reserved
 from arrow_tq.layout.columns import ColumnLayout
 from arrow_tq.populating import populate
@@ -39,21 +37,19 @@ class Granted:
         unadopted: chunks that are written and that the server has not taken yet.
     """
 
-    def __init__(self, told: ExtentGrant, layout: ColumnLayout) -> None:
-        descriptor = os.open(told.path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            mapping = mmap.mmap(descriptor, told.size_bytes)
-        finally:
-            os.close(descriptor)
+    def __init__(self, told: ExtentGrant, layout: ColumnLayout, kept: KeptFiles) -> None:
+        found = kept.take(told.path, told.size_bytes)
+        self._file: WritableFile = found or WritableFile(told.path, told.size_bytes)
+        self._kept = kept
         self.grant = told.grant
         self.size_bytes = told.size_bytes
         self.lease_s = told.lease_s
         self.unadopted = 0
         self._full = False
-        self._memory: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, np.uint8)
+        self._memory: Memory | None = self._file.memory()
         self._appender: Appender | None = Appender(self._memory, layout, used_bytes=told.used_bytes)
-        threading.Thread(target=self._populate, name="arrow-tq-granted", daemon=True).start()
+        if found is None:
+            threading.Thread(target=self._populate, name="arrow-tq-granted", daemon=True).start()
 
     @property
     def appender(self) -> Appender:
@@ -61,15 +57,21 @@ class Granted:
         assert self._appender is not None
         return self._appender
 
-    def filled(self) -> None:
-        """Nothing is written any more: its memory goes when the last chunk is adopted."""
+    def filled(self) -> bool:
+        """Nothing is written any more; whether that lets it go."""
         self._full = True
-        self.let_go()
+        return self.let_go()
 
-    def let_go(self) -> None:
-        """Unmap a file that is full and adopted. Whoever still views a chunk of it holds the mapping."""
-        if self._full and not self.unadopted:
-            self._memory = self._appender = None
+    def let_go(self) -> bool:
+        """Part with a file that is full and adopted; whether it is.
+
+        Its lock goes with the last view of a chunk in it. Its mapping is kept: the file may come back.
+        """
+        if not self._full or self.unadopted:
+            return False
+        self._memory = self._appender = None
+        self._kept.keep(self._file)
+        return True
 
     def _populate(self) -> None:
         """Fault memory in ahead of the writer, in one call: between two it waits for the interpreter.
@@ -82,9 +84,16 @@ class Granted:
 
 
 class Writer:
-    """Where the chunks of one run, field and layer group go. ``reserve`` wants ``lock`` held."""
+    """Where the chunks of one run, field and layer group go. ``reserve`` wants ``lock`` held.
 
-    def __init__(self, host: Host, run: str, field: Field, group: int) -> None:
+    Args:
+        kept: where mappings of full files go, and may come back from.
+        let_go: called when a file became full whose chunks are all adopted.
+    """
+
+    def __init__(
+        self, host: Host, run: str, field: Field, group: int, kept: KeptFiles, let_go: Callable[[], None]
+    ) -> None:
         self.run = run
         self.field = field
         self.group = group
@@ -96,38 +105,49 @@ class Writer:
         self.full: list[Granted] = []
         """Have no room left, and chunks that are not adopted."""
         self.used_at = time.monotonic()
+        self._full_lock = threading.Lock()
         self._host = host
+        self._kept = kept
+        self._let_go = let_go
         self._next_bytes = GRANT_BYTES[0]
         self._refused_until = 0.0
-        self._asking = False
+        self._asked: Future[Granted | None] | None = None
+        """The next spare, on its way."""
 
     def reserve(self, rows: int, header_bytes: int) -> tuple[Granted, Reserved] | None:
         """Room for a chunk; None where the server grants none."""
         length = self.layout.plan(rows, False, header_bytes).length
         self.used_at = time.monotonic()
-        granted = self.current
-        if granted is not None and granted.appender.used_bytes + length + 64 > granted.size_bytes:
+        granted = self.current or self._following(length)
+        while granted is not None and granted.appender.used_bytes + length + 64 > granted.size_bytes:
             self._filled(granted)
-            granted, self.spare = self.spare, None
-            if granted is not None and granted.appender.used_bytes + length + 64 > granted.size_bytes:
-                self._filled(granted)
-                granted = None
-            self.current = granted
-        if granted is None:
-            granted = self.current = self._ask(length)
+            granted = self._following(length)
+        self.current = granted
         if granted is None:
             return None
-        if self.spare is None and not self._asking and granted.appender.used_bytes > granted.size_bytes // 2:
-            self._asking = True
-            threading.Thread(target=self._prepare, args=(length,), name="arrow-tq-grant", daemon=True).start()
+        if not self._has_spare() and granted.appender.used_bytes > granted.size_bytes // 2:
+            self._asked = asked = Future[Granted | None]()
+            threading.Thread(
+                target=self._prepare, args=(length, asked), name="arrow-tq-grant", daemon=True
+            ).start()
         return granted, granted.appender.reserve(rows, header_bytes)
 
     def held(self) -> list[Granted]:
-        """Every file that this writer has."""
-        return [*self.full, *(one for one in (self.current, self.spare) if one is not None)]
+        """Every file that this writer has; also without the lock, and then perhaps one twice."""
+        asked = self._asked
+        ready = asked.result() if asked is not None and asked.done() else None
+        return [*self.full, *(one for one in (self.current, self.spare, ready) if one is not None)]
+
+    def take_done(self) -> list[Granted]:
+        """Full files whose chunks are all adopted, which belong to the caller; also without the lock."""
+        with self._full_lock:
+            done = [one for one in self.full if not one.unadopted]
+            self.full = [one for one in self.full if one not in done]
+        return done
 
     def let_go(self) -> list[Granted]:
         """Part with the files that are not needed in a quiet time; with the lock held."""
+        self._has_spare()
         gone = [one for one in (self.current, self.spare) if one is not None and not one.unadopted]
         self.current = None if self.current in gone else self.current
         self.spare = None if self.spare in gone else self.spare
@@ -140,18 +160,37 @@ class Writer:
                 self.current = None
             if self.spare is granted:
                 self.spare = None
-            if granted in self.full:
-                self.full.remove(granted)
+            with self._full_lock:
+                self.full = [one for one in self.full if one is not granted]
 
     def _filled(self, granted: Granted) -> None:
-        self.full.append(granted)
-        granted.filled()
+        with self._full_lock:
+            self.full.append(granted)
+        if granted.filled():
+            self._let_go()
 
-    def _prepare(self, length: int) -> None:
+    def _has_spare(self) -> bool:
+        """Whether there is one, or one is on its way."""
+        if self._asked is not None and self._asked.done():
+            self.spare, self._asked = self._asked.result(), None
+        return self.spare is not None or self._asked is not None
+
+    def _following(self, length: int) -> Granted | None:
+        """The spare, waited for where it is on its way; else a file that is asked for now."""
+        if self._asked is not None:
+            wait([self._asked], SOON_S)
+        if self._has_spare():
+            spare, self.spare = self.spare, None
+            return spare
+        return self._ask(length)
+
+    def _prepare(self, length: int, asked: Future[Granted | None]) -> None:
         """Have the next file ready before the current one is full."""
-        spare = self._ask(length)
-        with self.lock:
-            self.spare, self._asking = spare, False
+        spare = None
+        try:
+            spare = self._ask(length)
+        finally:
+            asked.set_result(spare)
 
     def _ask(self, length: int) -> Granted | None:
         proof = self._host.proof()
@@ -163,7 +202,7 @@ class Writer:
         )
         try:
             told, _ = self._host.ask(command, ExtentGrant, SOON_S)
-            granted = Granted(told, self.layout)
+            granted = Granted(told, self.layout, self._kept)
         except (ArrowTQError, OSError, ValueError) as error:
             if not self._host.forget_stale(error, proof):
                 never = isinstance(error, Unsupported)

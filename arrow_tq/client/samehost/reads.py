@@ -10,8 +10,10 @@ import numpy as np
 from arrow_tq.backend import Read, Rows
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.samehost.host import SOON_S, Host, is_stale
-from arrow_tq.client.samehost.mappings import Mapping, Mappings, reader_of
+from arrow_tq.client.samehost.locking import Memory
+from arrow_tq.client.samehost.mappings import Mapping, Mappings, Seen, reader_of
 from arrow_tq.layout.columns import ColumnLayout, Mask, Values
+from arrow_tq.layout.messages import pad
 from arrow_tq.layout.projection import project
 from arrow_tq.logs import logger
 from arrow_tq_schemas.chunks import checksum
@@ -123,16 +125,16 @@ class HostReads:
             # It only saves time: whoever does not answer is asked by the wire, which can tell why.
             told, reply = self.host.ask(command, ChunkLocations, SOON_S + len(asked) * LOCATE_S)
             found = unpack_locations(bytes(reply.blobs[0]), len(asked), len(told.extents))
-            mapped: list[Mapping] = []
+            mapped: list[tuple[Mapping, Memory]] = []
             for place in told.extents:
-                mapping = self._mappings.get(place)
-                if mapping is None:
+                one = self._mappings.get(place)
+                if one is None:
                     return None
-                mapped.append(mapping)
+                mapped.append(one)
             short = [
                 index
                 for index, size in enumerate(_ends(found, len(mapped)))
-                if size > len(mapped[index].view)
+                if size > mapped[index][0].size_bytes
             ]
             if short:
                 # Mapped while the server was cutting what lay ahead of its writer.
@@ -146,17 +148,18 @@ class HostReads:
         request: Read,
         ids: Sequence[ChunkId],
         found: Locations,
-        mapped: Sequence[Mapping],
+        mapped: Sequence[tuple[Mapping, Memory]],
         chunks: Chunks,
     ) -> None:
         layout = self._layout(request)
         for chunk_id, location in zip(ids, found, strict=True):
-            mapping = mapped[int(location["extent"])]
-            chunk = mapping.chunks.get(chunk_id)
-            if chunk is None:
-                chunk = _verified(request, layout, chunk_id, location, mapping)
-                mapping.chunks[chunk_id] = chunk
-            chunks[chunk_id] = chunk
+            mapping, memory = mapped[int(location["extent"])]
+            seen = mapping.chunks.get(chunk_id)
+            if seen is None:
+                seen = _verified(request, layout, chunk_id, location, mapping, memory)
+                mapping.chunks[chunk_id] = seen
+            shape = (seen.rows, *layout.item_shape)
+            chunks[chunk_id] = np.ndarray(shape, layout.dtype, memory, seen.offset), seen.valid
 
     def _layout(self, request: Read) -> ColumnLayout:
         key = (request.run, request.field.name, request.group)
@@ -188,14 +191,19 @@ def _ends(found: Locations, extents: int) -> list[int]:
 
 
 def _verified(
-    request: Read, layout: ColumnLayout, chunk_id: ChunkId, location: Locations, mapping: Mapping
-) -> tuple[Values, Mask | None]:
-    """A view of a chunk that this process sees for the first time: its checksum says that it is that one."""
+    request: Read,
+    layout: ColumnLayout,
+    chunk_id: ChunkId,
+    location: Locations,
+    mapping: Mapping,
+    memory: Memory,
+) -> Seen:
+    """A chunk that this process sees for the first time: its checksum says that it is that one."""
     end = int(location["offset"]) + int(location["length"])
     rows, nullable = int(location["rows"]), bool(location["nullable"])
     damaged = f"chunk {chunk_id.hex}: damaged where it is stored ({mapping.path})"
     try:
-        values, valid = layout.read(reader_of(mapping.view), end, rows, nullable)
+        values, valid = layout.read(reader_of(memory), end, rows, nullable)
     except ValueError:
         raise ChunkLost(damaged, ids=[chunk_id.hex]) from None
     seen = checksum(
@@ -204,8 +212,7 @@ def _verified(
     )
     if seen != bytes(location["checksum"]).hex():
         raise ChunkLost(damaged, ids=[chunk_id.hex])
-    values.flags.writeable = False
-    return values, valid
+    return Seen(end - pad(rows * layout.row_bytes), rows, valid)
 
 
 def _waited(error: ChunkPending, wait_s: float) -> ChunkPending:

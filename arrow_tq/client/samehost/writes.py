@@ -13,6 +13,7 @@ from arrow_tq.client.puts import Puts
 from arrow_tq.client.samehost.adopter import Adopt, Adopter, Written
 from arrow_tq.client.samehost.granted import Granted, Writer
 from arrow_tq.client.samehost.host import Host
+from arrow_tq.client.samehost.kept import KeptFiles
 from arrow_tq.layout.appender import Reserved
 from arrow_tq.layout.columns import Values
 from arrow_tq_schemas.commands import Done, DropChunks, EndGrants, GrantsKept, KeepGrants
@@ -37,6 +38,7 @@ class HostWrites:
         puts: the way of everybody else, for what could not be adopted.
         adopt: how the server is told of chunks in its files, where these do not ride with commits.
         catalog: where chunks are dropped; None: the server itself.
+        kept: mappings of files that were full, of all shards of a client; None: of this one.
 
     Attributes:
         puts: chunks written this way.
@@ -50,16 +52,18 @@ class HostWrites:
         puts: Puts,
         adopt: Adopt,
         catalog: Host | None = None,
+        kept: KeptFiles | None = None,
     ) -> None:
         options = connection.options
         self._host = host
         self._catalog = catalog or host
+        self.kept = kept or KeptFiles()
         self._idle_s = options.stream_idle_s
         self._room = Room(options.put_inflight_bytes_max, options.put_room_s)
         self._lock = threading.Lock()
         self._writers: dict[tuple[str, str, int], Writer] = {}
         self.adopter = Adopter(host, puts, adopt, self._settled, self._tend, TEND_S)
-        self._kept_at = 0.0
+        self._kept_at = self._tended_at = 0.0
         self.puts = 0
         self.put_bytes = 0
 
@@ -123,6 +127,7 @@ class HostWrites:
     def close(self, timeout_s: float) -> None:
         """Have everything adopted, and end the grants."""
         self.adopter.close(timeout_s)
+        self.kept.close()
         with self._lock:
             writers = list(self._writers.values())
             self._writers.clear()
@@ -134,7 +139,8 @@ class HostWrites:
         writer = self._writers.get(key)
         if writer is None:
             with self._lock:
-                writer = self._writers.setdefault(key, Writer(self._host, run, field, group))
+                made = Writer(self._host, run, field, group, self.kept, self.adopter.tend_soon)
+                writer = self._writers.setdefault(key, made)
         return writer
 
     def _settled(self, item: Written) -> None:
@@ -147,10 +153,16 @@ class HostWrites:
 
     def _tend(self) -> bool:
         """Renew what is in use, end what is idle or full; whether anything is left."""
+        mapped = self.kept.tend()
         with self._lock:
             writers = list(self._writers.values())
-        before = time.monotonic() - self._idle_s
-        ended: list[Granted] = []
+        ended = [one for writer in writers for one in writer.take_done()]
+        now = time.monotonic()
+        if now < self._tended_at + TEND_S:
+            # Called for the full ones: the rest can wait, and for it a writer would have to be waited for.
+            self._end(ended)
+            return True
+        self._tended_at = now
         kept: list[Granted] = []
         for writer in writers:
             if not writer.lock.acquire(timeout=TEND_S):
@@ -158,17 +170,14 @@ class HostWrites:
                 kept.extend(writer.held())
                 continue
             try:
-                done = [one for one in writer.full if not one.unadopted]
-                writer.full = [one for one in writer.full if one.unadopted]
-                if writer.used_at < before:
-                    done.extend(writer.let_go())
+                if writer.used_at < now - self._idle_s:
+                    ended.extend(writer.let_go())
                 kept.extend(writer.held())
             finally:
                 writer.lock.release()
-            ended.extend(done)
         self._end(ended)
         self._keep(kept)
-        return bool(kept)
+        return bool(kept) or mapped
 
     def _keep(self, granted: Sequence[Granted]) -> None:
         proof = self._host.proof() if granted else None
