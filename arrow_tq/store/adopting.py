@@ -157,6 +157,9 @@ class Adoption:
         extent, header, plan, offset = self._extent, told.header, told.plan, told.offset
         what = f"chunk {header.id}"
         if offset < extent.used_bytes:
+            # Asked again after an answer that was lost; what is new lies behind what was adopted.
+            if self._is_here(told.chunk_id, header.run, header.checksum):
+                return None
             raise self._misplaced(what, offset, plan)
         if memory is None:
             try:

@@ -139,8 +139,18 @@ def test_chunks_are_adopted(engine: Engine) -> None:
     assert client.adopt(*chunks) == [None] * 4
     for chunk, values in zip(chunks, data, strict=True):
         assert np.array_equal(stored(engine, chunk), values)
-    assert client.adopt(chunks[3]) != [None], "behind the last one adopted nothing is believed"
+    assert client.adopt(*chunks) == [None] * 4, "asked again it answers the same"
     assert engine.stats()["chunks_adopted_total"] == engine.stats()["chunks"] == 4
+
+
+def test_nothing_new_is_believed_before_the_last_one_adopted(engine: Engine) -> None:
+    client = Client(engine)
+    first, second = client.write(experts()), client.write(experts(100, 1))
+    assert client.adopt(second) == [None]
+    (verdict,) = client.adopt(first)
+    assert isinstance(verdict, errors.MalformedMessage)
+    assert "expected to lie between" in str(verdict)
+    assert stored(engine, first) is None
 
 
 def rubbish(client: Client) -> list[tuple[str, AdoptedChunk, type[errors.ArrowTQError], str]]:
