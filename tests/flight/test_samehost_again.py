@@ -125,10 +125,10 @@ def test_what_is_viewed_is_not_written_over(own: Server) -> None:
 
 def test_an_idle_client_keeps_nothing(own: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with arrow_tq.connect(own.url) as store:
-        kept(store)._keep_s = 1.0
         for seed in range(5):
             turn(store, seed)
         wait_until(lambda: kept(store).kept_bytes > 0, 5)
+        kept(store)._keep_s = 1.0
         wait_until(lambda: kept(store).kept_bytes == 0, 5)
 
 
