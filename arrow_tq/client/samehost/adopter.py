@@ -26,7 +26,7 @@ FILES_A_MESSAGE_MAX = 64
 COMPANY = (64, 1 << 20, 0.005)
 """So many chunks, or bytes, or seconds are waited for where nobody waits: a call costs what ten chunks do."""
 
-RIDING = (64, 3 << 20, 0.02)
+RIDING = (64, 2 << 20, 0.02)
 """The same where chunks go along with their step's commit, which is likely to come soon."""
 LEFT_S = 0.05
 """How soon a message that was asked for has taken what waits; after that another one is asked for."""
@@ -96,6 +96,7 @@ class Adopter:
         self._tended_at = 0.0
         self._soon = False
         """Whether there is something to look after as soon as nothing is to be adopted."""
+        self._loads = 0
         self._running = False
         self._ending = False
 
@@ -163,6 +164,7 @@ class Adopter:
         """What waits, a command a file: it is on its way from now on."""
         with self._changed:
             files = self._files()
+            self._loads += 1
             self._changed.notify_all()
         # Not asked for now: that may take a while, and a server that has to be found anew knows no grant.
         proof = self._host.known_proof
@@ -210,10 +212,12 @@ class Adopter:
             if ready and self._leave is None:
                 return self._files()
             self._soon = self._soon and ready
+            loads = self._loads
         if ready and self._leave is not None:
             self._depart(self._leave)
             with self._changed:
-                self._changed.wait_for(lambda: not self._queue, LEFT_S)
+                # Not until nothing waits: a writer that goes on would keep it waiting.
+                self._changed.wait_for(lambda: self._loads != loads or not self._queue, LEFT_S)
             return []
         try:
             more = self._tend()
