@@ -71,8 +71,9 @@ class ArrowTQEnd:
         if "bundle" in reference:
             return self._store.get_bundle(reference["bundle"])
         run = self._store.run(reference["run"])
-        batch = self._batches.get(run.name) or run.claim(1 << 20, order_by="session_id")
-        self._batches[run.name] = batch
+        # What is ready is what this round put: a batch before it was released.
+        batch = self._batches.get(reference["round"]) or run.claim(1 << 20, order_by="session_id")
+        self._batches[reference["round"]] = batch
         heavy = next(name for name in run.fields if name != "token_ids")
         return Fetched(batch.fetch(["token_ids", heavy], layers=layers), reference["lengths"])
 
@@ -85,21 +86,22 @@ class ArrowTQEnd:
     def remove(self, shared: Any) -> None:
         if "bundle" in shared:
             self._store.delete_bundle(shared["bundle"])
-        elif (batch := self._batches.pop(shared["run"], None)) is not None:
+        elif (batch := self._batches.pop(shared["round"], None)) is not None:
             batch.release()
 
     def close(self) -> None:
         self._store.close()
 
     def _put_sessions(self, payload: Payload) -> dict[str, object]:
-        name = f"bench-{uuid.uuid4().hex[:8]}"
+        # One run for all rounds, as a training has; its memory serves one batch after the other.
+        turn = uuid.uuid4().hex[:8]
         heavy = next(one for one in payload.fields if one != "token_ids")
-        run = self._store.run(name, fields=[fields.token_ids(), _field(heavy, payload)])
+        run = self._store.run(payload.name, fields=[fields.token_ids(), _field(heavy, payload)])
         samples = list(zip(payload.fields["token_ids"], payload.fields[heavy], strict=True))
         puts = PUTS_A_SESSION.get(payload.name, 1)
 
         def write(first: int) -> None:
-            session = run.session(f"s-{first:08}")
+            session = run.session(f"{turn}-{first:08}")
             with session.step() as step:
                 start = 0
                 for ids, rows in samples[first : first + puts]:
@@ -109,7 +111,8 @@ class ArrowTQEnd:
             session.finalize()
 
         at_once(write, range(0, len(samples), puts))
-        return {"run": name, "lengths": None if puts == 1 else [len(rows) for _, rows in samples]}
+        lengths = None if puts == 1 else [len(rows) for _, rows in samples]
+        return {"run": run.name, "round": turn, "lengths": lengths}
 
 
 def _field(name: str, payload: Payload) -> Field:
