@@ -86,10 +86,11 @@ class ArrayRows:
             end = self._block_end(first)
             nbytes = int(self._elements[first:end].sum()) * self._item_bytes
             rows = self._rows[first:end]
-            if not nbytes or is_cut(nbytes, end - first):
+            cut = is_cut(nbytes, end - first)
+            if cut or not nbytes:
                 # Not gathered as a whole, so nothing else checks them.
                 self._check(rows)
-            if is_cut(nbytes, end - first):
+            if cut:
                 yield from cut_row(nbytes, partial(self._write_part, first))
             else:
                 yield BlockPlan(nbytes, end - first, partial(self._gather, rows))

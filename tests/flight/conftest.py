@@ -34,6 +34,13 @@ def remote(server: Server) -> Iterator[Store]:
 
 
 @pytest.fixture
+def store(server: Server) -> Iterator[Store]:
+    """A client of one test alone."""
+    with arrow_tq.connect(server.url) as store:
+        yield store
+
+
+@pytest.fixture
 def server_url(tmp_path: Path) -> Iterator[str]:
     with Server(tmp_path / "data", tmp_path / "memory") as running:
         yield running.url

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -24,12 +24,6 @@ from tests.serving import Server
 from tests.warm import WarmProcess
 
 FIELDS = [fields.token_ids(), fields.routed_experts(4, 2, 200)]
-
-
-@pytest.fixture
-def store(server: Server) -> Iterator[Store]:
-    with arrow_tq.connect(server.url) as store:
-        yield store
 
 
 @pytest.fixture

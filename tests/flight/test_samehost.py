@@ -37,12 +37,6 @@ def own(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def store(server: Server) -> Iterator[Store]:
-    with arrow_tq.connect(server.url) as store:
-        yield store
-
-
-@pytest.fixture
 def run(store: Store, new_name: Callable[[], str]) -> Run:
     return store.run(new_name(), fields=FIELDS)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +28,6 @@ GROUPED = Field(
 )
 FIELDS = [fields.token_ids(), EXPERTS, GROUPED]
 WIRE = ClientOptions(same_host=False)
-
-
-@pytest.fixture
-def store(server: Server) -> Iterator[Store]:
-    with arrow_tq.connect(server.url) as store:
-        yield store
 
 
 @pytest.fixture

@@ -131,6 +131,17 @@ def moved(chunk: AdoptedChunk, offset: int) -> AdoptedChunk:
     return chunk.model_copy(update={"offset": offset})
 
 
+def released(engine: Engine) -> tuple[Client, int]:
+    """A client that still maps a file whose only chunk was dropped, and the file's inode."""
+    client = Client(engine)
+    chunk = client.write(experts())
+    assert client.adopt(chunk) == [None]
+    inode = os.fstat(client.descriptor).st_ino
+    client.end()
+    engine._shard.drop([ChunkHeader.from_bytes(chunk.header.encode()).chunk_id])
+    return client, inode
+
+
 def test_chunks_are_adopted(engine: Engine) -> None:
     client = Client(engine)
     data = [experts(100 + seed, seed) for seed in range(4)]
@@ -305,12 +316,7 @@ def test_a_grant_that_nobody_keeps_expires(engine: Engine) -> None:
 
 
 def test_granted_memory_becomes_a_grant_again_and_nothing_else(engine: Engine) -> None:
-    client = Client(engine)
-    chunk = client.write(experts())
-    assert client.adopt(chunk) == [None]
-    inode = os.fstat(client.descriptor).st_ino
-    client.end()
-    engine._shard.drop([ChunkHeader.from_bytes(chunk.header.encode()).chunk_id])
+    client, inode = released(engine)
     engine._shard.maintain()
     assert not Path(client.told.path).exists()
     assert engine.stats()["zombie_bytes"] > 0, "its writer maps it still"

@@ -14,7 +14,7 @@ from arrow_tq.store.extent import Entry
 from arrow_tq.testing.scenes import wait_until
 from arrow_tq_schemas.chunks import ChunkHeader
 from arrow_tq_schemas.commands import OpenRun, TaskSpec
-from tests.unit.test_grants import EXPERTS, MIB, Client, engine, experts
+from tests.unit.test_grants import EXPERTS, MIB, Client, engine, experts, released
 
 __all__ = ["engine"]
 
@@ -23,12 +23,7 @@ def test_a_released_file_comes_back_before_upkeep_looks(tmp_path: Path) -> None:
     config = EngineConfig(data_dir=tmp_path / "data", memory_dir=tmp_path / "memory", upkeep_period_s=600.0)
     engine = Engine(config)
     engine.execute(OpenRun(run="r", fields=[EXPERTS.to_json()], tasks=[TaskSpec(name="t")]))
-    client = Client(engine)
-    chunk = client.write(experts())
-    assert client.adopt(chunk) == [None]
-    inode = os.fstat(client.descriptor).st_ino
-    client.end()
-    engine._shard.drop([ChunkHeader.from_bytes(chunk.header.encode()).chunk_id])
+    client, inode = released(engine)
     time.sleep(0.05)
     client.leave()
     wait_until(lambda: engine.stats()["recycled_bytes"] > 0, 2.0)
