@@ -59,6 +59,8 @@ class ArrayRows:
         numpy = self._kind is np.ndarray
         self._native = numpy and self._dtype.isnative and self._dtype.kind in "biufc"
         self._elements: Sizes = np.zeros(len(rows), np.int64)
+        self._ends: Sizes = np.zeros(len(rows) + 1, np.int64)
+        """Elements of all rows before each, as far as they were looked at."""
         self._shapes: Sizes = np.zeros((len(rows) if self._ndim != 1 else 0, self._ndim), np.int64)
         self._valid: npt.NDArray[np.bool_] | None = None
         self._looked = 0
@@ -84,7 +86,7 @@ class ArrayRows:
         first = 0
         while first < len(self._rows):
             end = self._block_end(first)
-            nbytes = int(self._elements[first:end].sum()) * self._item_bytes
+            nbytes = int(self._ends[end] - self._ends[first]) * self._item_bytes
             rows = self._rows[first:end]
             cut = is_cut(nbytes, end - first)
             if cut or not nbytes:
@@ -113,13 +115,12 @@ class ArrayRows:
 
     def _block_end(self, first: int) -> int:
         """Past the last row of the block that begins with ``first``."""
-        goal = plans.BLOCK_BYTES // self._item_bytes
+        goal = int(self._ends[first]) + plans.BLOCK_BYTES // self._item_bytes
         while True:
-            ends = np.cumsum(self._elements[first : self._looked])
-            end = first + int(np.searchsorted(ends, goal, side="right"))
+            end = int(np.searchsorted(self._ends[: self._looked + 1], goal, side="right")) - 1
             if end < self._looked or self.all_looked_at:
                 return max(end, first + 1)
-            missing = plans.BLOCK_BYTES - (int(ends[-1]) * self._item_bytes if len(ends) else 0)
+            missing = (goal - int(self._ends[self._looked])) * self._item_bytes
             # A few more than it takes if they are as long as those before.
             stretch = missing * self._looked // max(self._looked_bytes, 1) + 16
             self._look(min(self._looked + min(stretch, STRETCH_ROWS_MAX), len(self._rows)))
@@ -138,8 +139,11 @@ class ArrayRows:
             self._valid[where] = [row is not None for row in rows]
             places = first + np.flatnonzero(self._valid[where])
         self._elements[places] = self._counted(self._present(rows), places)
+        ends = self._ends[first + 1 : end + 1]
+        np.cumsum(self._elements[where], out=ends)
+        ends += self._ends[first]
         self._looked = end
-        self._looked_bytes += int(self._elements[where].sum()) * self._item_bytes
+        self._looked_bytes = int(self._ends[end]) * self._item_bytes
 
     def _counted(self, present: Sequence[object], places: slice | npt.NDArray[np.int64]) -> Sizes:
         """Elements of each of these rows; keeps their shapes where they have more than a length."""

@@ -79,6 +79,8 @@ def _plan_column(plan: FieldPlan, rows: list[object], hint: str | None) -> bool:
     some = next((row for row in rows if row is not None), None)
     if type(some) is np.ndarray or tensors_io.is_tensor(some):
         return arrays.plan_rows(plan, rows, some, hint)
+    if rows and scalars.plan_numbers(plan, rows):
+        return True
     kinds = set(map(type, rows))
     present: Sequence[object] = rows
     if type(None) in kinds:

@@ -120,11 +120,15 @@ def array_blocks(values: npt.NDArray[np.generic]) -> list[BlockPlan]:
     if not rows or not len(flat):
         return [BlockPlan(0, rows, _nothing)] if rows else []
     width = len(flat) // rows
-    return row_blocks(
-        np.full(rows, width, np.int64),
-        lambda first, end, out: np.copyto(out, flat[first * width : end * width]),
-        lambda index: flat[index * width : (index + 1) * width],
-    )
+    if width > BLOCK_BYTES_MAX:
+        return row_blocks(
+            np.full(rows, width, np.int64),
+            lambda first, end, out: np.copyto(out, flat[first * width : end * width]),
+            lambda index: flat[index * width : (index + 1) * width],
+        )
+    step = max(BLOCK_BYTES // width, 1)
+    parts = [flat[first * width : (first + step) * width] for first in range(0, rows, step)]
+    return [BlockPlan(len(part), len(part) // width, partial(_copied, part)) for part in parts]
 
 
 def as_bytes(values: npt.NDArray[np.generic]) -> Bytes:
@@ -136,6 +140,10 @@ def as_bytes(values: npt.NDArray[np.generic]) -> Bytes:
 def _write_part(row: Callable[[int], Bytes] | None, index: int, low: int, high: int, out: Bytes) -> None:
     assert row is not None
     np.copyto(out, row(index)[low:high])
+
+
+def _copied(part: Bytes, out: Bytes) -> None:
+    np.copyto(out, part)
 
 
 def _nothing(out: Bytes) -> None:

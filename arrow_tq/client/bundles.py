@@ -21,6 +21,8 @@ from arrow_tq_schemas.ids import IdSeries
 
 CHUNK_BYTES = 3 << 20
 """One message each."""
+PLACED_BYTES = 6 << 20
+"""The same where it is gathered where it stays: each costs a reservation, a header and two threads' turns."""
 CLEAN_UP_S = 10.0
 """How long a bundle that failed waits for its chunks before it drops them."""
 Memory = npt.NDArray[np.uint8]
@@ -64,8 +66,6 @@ class FlightBundleWriter:
     staging block. All chunks of a bundle are on one shard, which its id says.
     """
 
-    chunk_bytes = CHUNK_BYTES
-
     def __init__(
         self,
         backend: Backend,
@@ -82,6 +82,7 @@ class FlightBundleWriter:
         self._staging_bytes_max = staging_bytes_max
         self._wait_s = wait_s
         self._placer: Placer | None = backend.placer
+        self.chunk_bytes = CHUNK_BYTES if self._placer is None else PLACED_BYTES
         self.bundle_id = IdSeries().next(cluster.place()).hex
         self._written: list[int] = []
         self._underway: deque[Underway] = deque()

@@ -26,7 +26,7 @@ QUIET_RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 """Everything is on loopback here, and several processes join one cluster."""
 MEMORY_SHARE = 0.85
 """Of the memory that is available."""
-COPIES_AT_REST, COPIES_AT_WORK = 2, 4
+COPIES_AT_REST, COPIES_AT_WORK = 3, 4
 
 
 class Process:
@@ -93,8 +93,9 @@ class Fit:
 def fit(payload: str, systems: int, available_bytes: int) -> Fit:
     """All systems in turns, if they fit; else one by one; else fewer samples.
 
-    At rest a system's two processes hold the payload each; at its turn it also exists in the store, in the
-    form that was put, and as what came back.
+    At rest a system's two processes hold the payload each, and of their last turn as much stays in their
+    heaps or its store. At its turn it also exists in the store, in the form that was put, and as what came
+    back.
     """
     about = recipe(payload)
     room = int(available_bytes * MEMORY_SHARE)

@@ -125,12 +125,17 @@ class Adopter:
                 wake = self._company.add(item.nbytes) or wake
             self._queue.extend(items)
             self._busy += len(items)
+            enough = self._company.is_enough
+            leave = self._leave if enough else None
             if not self._running:
                 self._running = True
                 self._tended_at = time.monotonic()
                 threading.Thread(target=self._loop, name="arrow-tq-adopt", daemon=True).start()
-            elif wake and (not self._lingers or self._company.is_enough):
+            elif wake and leave is None and (enough or not self._lingers):
                 self._changed.notify_all()
+        if leave is not None:
+            # Right away: the thread would have to wait for the interpreter first.
+            self._depart(leave)
 
     def hurry(self) -> None:
         """Somebody waits for what was submitted."""
