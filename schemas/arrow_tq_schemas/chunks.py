@@ -206,6 +206,15 @@ def header_json(parts: tuple[bytes, bytes], id: str, start: int, rows: int, chec
     )
 
 
+def header_bytes(parts: tuple[bytes, bytes], start: int, rows: int) -> int:
+    """Length of ``header_json``, whichever id and checksum it will have."""
+    return len(parts[0]) + len(parts[1]) + len(str(start)) + len(str(rows)) + _REST_BYTES
+
+
+_REST_BYTES = len(header_json((b"", b""), 32 * "0", 0, 0, 32 * "0")) - 2
+"""Of what ``header_json`` adds to its parts and its two numbers."""
+
+
 def trusted_header(
     id: str, run: str, epoch: int, field: str, start: int, rows: int, checksum: str
 ) -> ChunkHeader:
