@@ -69,7 +69,8 @@ class Step:
 
         Args:
             field: a field of the run.
-            array: ``[rows, *field.shape]``: numpy, nested lists, pyarrow or torch.
+            array: ``[rows, *field.shape]``: numpy, nested lists, pyarrow or torch; or a list of numpy arrays
+                or tensors of that shape, which are stored as if they were one.
             start: absolute position of the first row.
 
         Raises:
