@@ -17,7 +17,7 @@ from arrow_tq_schemas.blobs import BlobRef, StepBlob
 from arrow_tq_schemas.commands import Done, DropChunks, StepCommit
 from arrow_tq_schemas.errors import ArrowTQError, Conflict, MalformedMessage
 from arrow_tq_schemas.fields import Field
-from arrow_tq_schemas.receipts import Receipt, chunk_ids
+from arrow_tq_schemas.receipts import Receipt, chunk_ids, joined
 from arrow_tq_schemas.trusted import trusted
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class Step:
                 "messages": self._messages,
                 "version": self._version,
                 "sampled": self._sampled,
-                "receipts": self._receipts,
+                "receipts": joined(self._receipts),
                 "tools": self._branch.tools,
                 "retry_of": self._branch.retry_of,
                 "extends": self._branch.extends,
