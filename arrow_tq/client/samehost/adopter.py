@@ -102,6 +102,8 @@ class Adopter:
         self._soon = False
         """Whether there is something to look after as soon as nothing is to be adopted."""
         self._loads = 0
+        self._asked = False
+        """Whether the thread waits for a message that it asked for."""
         self._running = False
         self._ending = False
         self.chunks = 0
@@ -171,10 +173,12 @@ class Adopter:
 
     def load(self) -> list[Rider]:
         """What waits, a command a file: it is on its way from now on."""
-        with self._changed:
+        with self._lock:
             files = self._files()
             self._loads += 1
-            self._changed.notify_all()
+            if self._asked:
+                # Not one that lingers: it looks at what is left then when its time is over.
+                self._changed.notify_all()
         # Not asked for now: that may take a while, and a server that has to be found anew knows no grant.
         proof = self._host.known_proof
         if proof is not None:
@@ -220,13 +224,18 @@ class Adopter:
             ready = bool(self._queue) and (time.monotonic() < due or self._ending)
             if ready and self._leave is None:
                 return self._files()
+            if not (ready or self._soon or self._ending) and time.monotonic() < due:
+                # It left meanwhile with somebody's commit.
+                return []
             self._soon = self._soon and ready
             loads = self._loads
         if ready and self._leave is not None:
             self._depart(self._leave)
             with self._changed:
                 # Not until nothing waits: a writer that goes on would keep it waiting.
+                self._asked = True
                 self._changed.wait_for(lambda: self._loads != loads or not self._queue, LEFT_S)
+                self._asked = False
             return []
         try:
             more = self._tend()
