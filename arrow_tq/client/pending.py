@@ -21,7 +21,9 @@ class PendingPut:
     """
 
     def __init__(self, chunks: int, hurry: Callable[[], None]) -> None:
-        self._changed = threading.Condition()
+        # Conditions are made by those who wait: most puts are settled before anybody does.
+        self._lock = threading.Lock()
+        self._changed: threading.Condition | None = None
         self._left = chunks
         self._hurry = hurry
         self._error: ArrowTQError | None = None
@@ -33,12 +35,12 @@ class PendingPut:
 
     def settle(self, error: ArrowTQError | None) -> None:
         """One chunk is stored, or failed."""
-        with self._changed:
+        with self._lock:
             if self._error is None:
                 self._error = error
             # Last: who sees that none is left also sees the error.
             self._left -= 1
-            if not self._left:
+            if not self._left and self._changed is not None:
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -46,7 +48,8 @@ class PendingPut:
         if not self._left and self._error is None:
             return
         self._hurry()
-        with self._changed:
+        with self._lock:
+            self._changed = self._changed or threading.Condition(self._lock)
             if not self._changed.wait_for(lambda: self._left == 0, timeout_s):
                 raise DeadlineExceeded(f"put: {self._left} chunks were not stored within {timeout_s:g} s")
             if self._error is not None:
@@ -134,7 +137,10 @@ class Room:
     """Payload bytes that may be in flight at once."""
 
     def __init__(self, bytes_max: int, wait_s: float) -> None:
-        self._changed = threading.Condition()
+        # Most puts find room: they and those that give it back take the lock alone, and tell nobody.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0
         self._bytes_max = bytes_max
         self._wait_s = wait_s
         self._used = 0
@@ -147,28 +153,36 @@ class Room:
         Raises:
             DeadlineExceeded: no room became free in ``put_room_s``.
         """
-        with self._changed:
+        with self._lock:
             if not self._fits(size):
-                self.waits += 1
-                began = time.monotonic()
-                fits = self._changed.wait_for(lambda: self._fits(size), self._wait_s)
-                self.waited_s += time.monotonic() - began
-                if not fits:
-                    raise DeadlineExceeded(
-                        f"put of {size} bytes: {self._used} bytes of put_inflight_bytes_max="
-                        f"{self._bytes_max} "
-                        f"were in flight for {self._wait_s:g} s"
-                    )
+                self._wait(size)
             self._used += size
 
     def give(self, size: int) -> None:
-        with self._changed:
+        with self._lock:
             self._used -= size
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
 
     @property
     def used_bytes(self) -> int:
         return self._used
+
+    def _wait(self, size: int) -> None:
+        """Under the lock."""
+        self.waits += 1
+        self._waiting += 1
+        began = time.monotonic()
+        try:
+            fits = self._changed.wait_for(lambda: self._fits(size), self._wait_s)
+        finally:
+            self._waiting -= 1
+            self.waited_s += time.monotonic() - began
+        if not fits:
+            raise DeadlineExceeded(
+                f"put of {size} bytes: {self._used} bytes of put_inflight_bytes_max={self._bytes_max} "
+                f"were in flight for {self._wait_s:g} s"
+            )
 
     def _fits(self, size: int) -> bool:
         return self._used == 0 or self._used + size <= self._bytes_max

@@ -48,11 +48,14 @@ class Appender:
 
     def reserve(self, rows: int, metadata_bytes: int, nullable: bool = False) -> Reserved:
         """Room for a chunk; whoever reserves again without completing gets the same room."""
-        plan = self._layout.plan(rows, nullable, metadata_bytes)
-        offset = self.used_bytes
-        first = offset + plan.values_at
-        flat = self._memory[first : first + plan.values_bytes]
-        values = flat.view(self._layout.dtype).reshape(rows, *self._layout.item_shape)
+        return self.reserve_planned(self._layout.plan(rows, nullable, metadata_bytes))
+
+    def reserve_planned(self, plan: BatchPlan) -> Reserved:
+        """The same, for a plan of this layout's."""
+        layout, offset = self._layout, self.used_bytes
+        values: Values = np.ndarray(
+            (plan.rows, *layout.item_shape), layout.dtype, self._memory, offset + plan.values_at
+        )
         return Reserved(offset, plan, values)
 
     def complete(self, reserved: Reserved, metadata: bytes, valid: Mask | None = None) -> None:

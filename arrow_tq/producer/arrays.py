@@ -6,6 +6,7 @@ Nothing here looks at values more than it must to tell what they are; ``convert`
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,22 @@ class Source:
     """Logical name of what the values are: numpy's, native order, or ``bfloat16``."""
     private: bool
     """The values are a copy that the caller does not have."""
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def has_nulls(self, first: int, end: int) -> bool:
+        """Whether any row in ``[first, end)`` is known to be null."""
+        return self.valid is not None and not self.valid[first:end].all()
+
+    def part(self, first: int, end: int) -> Source:
+        """Rows ``[first, end)``: views."""
+        valid = None if self.valid is None else self.valid[first:end]
+        return Source(self.values[first:end], valid, self.dtype, self.private)
+
+    def blocks(self, first: int, end: int) -> Sequence[npt.NDArray[np.generic]]:
+        """The values of those rows, in as many arrays as they are in."""
+        return (self.values[first:end],)
 
 
 def as_source(field: Field, array: object, start: int) -> Source:

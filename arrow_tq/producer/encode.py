@@ -12,14 +12,16 @@ import numpy as np
 from xxhash import xxh3_128
 
 from arrow_tq.backend import Header, Place, Placer
-from arrow_tq.producer.arrays import Mask, Source, as_source
+from arrow_tq.producer.arrays import Mask, Source
 from arrow_tq.producer.convert import Conversion
 from arrow_tq.producer.filling import fill
+from arrow_tq.producer.pieces import Pieces, as_rows
 from arrow_tq.producer.private import Values, convert, selections
 from arrow_tq_schemas.chunks import (
     Chunk,
     begin_checksum,
     checksum,
+    header_bytes,
     header_json,
     header_parts,
     trusted_header,
@@ -33,9 +35,6 @@ CHUNK_BYTES = 8 << 20
 """Payload of one chunk of one layer group, about: large enough that a chunk's cost is its bytes."""
 ROWS_MAX = (1 << 31) - 1
 POSITION_MAX = 1 << 48
-
-NO_DIGEST = 32 * "0"
-"""As long as a chunk's id, and as its checksum, before they are known."""
 
 
 class IdSource(Protocol):
@@ -103,8 +102,8 @@ class Encoder:
             StoreFull: the placer has no room; nothing of the array is stored.
         """
         start = _position(self.field, start)
-        source = as_source(self.field, array, start)
-        rows = len(source.values)
+        source = as_rows(self.field, array, start)
+        rows = len(source)
         if start + rows > POSITION_MAX:
             raise InvalidInput(
                 f"field {self.field.name!r}: positions end at {start + rows}, at most {POSITION_MAX}"
@@ -127,7 +126,13 @@ class _Put:
     """One array on its way."""
 
     def __init__(
-        self, encoder: Encoder, conversion: Conversion, source: Source, start: int, shard: int, ids: IdSource
+        self,
+        encoder: Encoder,
+        conversion: Conversion,
+        source: Source | Pieces,
+        start: int,
+        shard: int,
+        ids: IdSource,
     ) -> None:
         self._encoder = encoder
         self._conversion = conversion
@@ -144,22 +149,20 @@ class _Put:
         """Write rows ``[first, end)`` into the store's memory; False where they have to be converted."""
         encoder, source = self._encoder, self._source
         first, end = piece
-        if source.valid is not None and not source.valid[first:end].all():
+        if source.has_nulls(first, end):
             return False
         rows, start = end - first, self._start + first
         name, run, epoch = encoder.field.name, encoder.run, encoder.epoch
-        raw = header_json(encoder._header, NO_DIGEST, start, rows, NO_DIGEST)
-        place = placer.reserve(encoder.field, run, rows, len(raw), self._shard)
+        place = placer.reserve(
+            encoder.field, run, rows, header_bytes(encoder._header, start, rows), self._shard
+        )
         if place is None:
             return False
         try:
             family = self._ids.next(self._shard)
             ids = [family] if encoder._groups == 1 else list(map(family.sibling, range(encoder._groups)))
             digests = [begin_checksum(one, run, epoch, name, start, rows) for one in ids]
-            if not fill(
-                *(self._conversion, source.values[first:end], source.dtype, start),
-                *(place.values, encoder._selections, digests),
-            ):
+            if not self._fill(piece, place.values, digests):
                 return False
             headers = [
                 self._heading(one, start, rows, digest) for one, digest in zip(ids, digests, strict=True)
@@ -173,12 +176,25 @@ class _Put:
         )
         return True
 
+    def _fill(self, piece: tuple[int, int], targets: Sequence[Values], digests: Sequence[xxh3_128]) -> bool:
+        """False where rows turned out to be null: what was written then means nothing."""
+        source, selections, row = self._source, self._encoder._selections, piece[0]
+        rows = piece[1] - row
+        for block in source.blocks(*piece):
+            # Most puts are one array, and fill their chunk at once.
+            rest = targets if len(block) == rows else [one[row - piece[0] :][: len(block)] for one in targets]
+            if not fill(
+                *(self._conversion, block, source.dtype, self._start + row), *(rest, selections, digests)
+            ):
+                return False
+            row += len(block)
+        return True
+
     def convert(self, piece: tuple[int, int]) -> None:
         """Make chunks of rows ``[first, end)``, in memory of their own where they have to be changed."""
         start = self._start + piece[0]
-        values, valid, private = convert(
-            self._conversion, self._source, self._encoder._selections, piece, self._start
-        )
+        part = self._source.part(*piece)
+        values, valid, private = convert(self._conversion, part, self._encoder._selections, start)
         family = self._ids.next(self._shard)
         chunks = [self._chunk(family.sibling(group), one, valid, start) for group, one in enumerate(values)]
         for of_group, chunk in zip(self._chunks, chunks, strict=True):
@@ -231,7 +247,8 @@ def encode(
     Args:
         field: the declared field.
         array: ``[rows, *field.shape]``: numpy of any layout, nested lists, pyarrow (nulls are null rows)
-            or a torch tensor; uint16 bits or ml_dtypes for bfloat16. A single number is one row.
+            or a torch tensor; uint16 bits or ml_dtypes for bfloat16. A single number is one row. A list of
+            numpy arrays or tensors of that shape is what they are one behind the other.
         start: absolute position of row 0.
         run: the run's name.
         epoch: the epoch in which the writer joined.
@@ -267,6 +284,8 @@ def rows_per_chunk(field: Field, chunk_bytes: int) -> int:
 
 def _pieces(rows: int, at_most: int) -> list[tuple[int, int]]:
     """``rows`` split into equal pieces, so that none is left small."""
+    if 0 < rows <= at_most:
+        return [(0, rows)]
     count = -(-rows // at_most)
     edges = [rows * piece // count for piece in range(count + 1)] if count else [0]
     return list(itertools.pairwise(edges))

@@ -12,6 +12,8 @@ from arrow_tq.producer.convert import Block, Conversion
 
 BLOCK_BYTES = 512 << 10
 """What is checked, cast and hashed at a time: small enough to stay in the processor's cache."""
+SMALL_BYTES = 64 << 10
+"""Copied with the interpreter held: giving it up wakes another thread, which takes longer than the copy."""
 Selection = tuple[slice, ...]
 
 
@@ -48,6 +50,11 @@ def fill(
 
 def _copy(given: Block, target: Block, digest: xxhash.xxh3_128) -> bool:
     """Every value fits as it is, or (a small integer into a wider type, or a float) by a plain cast."""
+    if given.dtype == target.dtype and 0 < given.nbytes <= SMALL_BYTES:
+        small = target.data.cast("B")
+        small[:] = given.data.cast("B")
+        digest.update(small)
+        return True
     rows, out = given.reshape(-1), target.reshape(-1)
     written = out.view(np.uint8).data
     size = out.itemsize

@@ -62,7 +62,7 @@ class Opening:
     def _attempt(self, until: float) -> Session | None:
         """The session; None where there is no room and time is left (``until`` is monotonic)."""
         left = max(until - time.monotonic(), 0.0)
-        command = self._command.model_copy(update={"wait_s": left})
+        command = self._command.model_copy(update={"wait_s": left}) if left else self._command
         try:
             info = ask(self._run.backend, command, SessionInfo)
         except StoreFull:

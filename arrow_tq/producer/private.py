@@ -17,15 +17,12 @@ def convert(
     conversion: Conversion,
     source: Source,
     selections: list[Selection],
-    rows: tuple[int, int],
     start: int,
 ) -> tuple[list[Values], Mask | None, bool]:
-    """Rows ``[first, end)`` by layer group, which of them are valid, and whether they are a copy."""
+    """Rows from ``start`` on by layer group, which of them are valid, and whether they are a copy."""
     field, storage = conversion.field, conversion.field.type.numpy
-    first, end = rows
-    given = source.values[first:end]
-    missing = None if source.valid is None else ~source.valid[first:end]
-    nulls: Mask = np.zeros(end - first, dtype=np.bool_) if missing is None else missing
+    given, rows = source.values, len(source)
+    nulls: Mask = np.zeros(rows, dtype=np.bool_) if source.valid is None else ~source.valid
     in_place = (
         len(field.groups) == 1
         and source.dtype in (field.dtype, PLAIN_NAMES[storage])
@@ -38,14 +35,14 @@ def convert(
     if in_place and conversion.bounds is None:
         return [given.view(storage)], None, source.private
     shapes = [field.group_shape(group) for group in range(len(field.groups))]
-    out = [] if in_place else [np.empty((end - first, *shape), storage) for shape in shapes]
+    out = [] if in_place else [np.empty((rows, *shape), storage) for shape in shapes]
     step = max(1, BLOCK_BYTES // max(given.itemsize * field.row_bytes // storage.itemsize, 1))
-    for row in range(0, end - first, step):
+    for row in range(0, rows, step):
         block, blanks = given[row : row + step], nulls[row : row + step]
         if blanks.any():
             block = block.copy()
             block[blanks] = 0
-        block, found = conversion.apply(block, source.dtype, start + first + row)
+        block, found = conversion.apply(block, source.dtype, start + row)
         if found is not None:
             blanks |= found
         for target, selection in zip(out, selections, strict=False):

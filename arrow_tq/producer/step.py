@@ -17,7 +17,7 @@ from arrow_tq_schemas.blobs import BlobRef, StepBlob
 from arrow_tq_schemas.commands import Done, DropChunks, StepCommit
 from arrow_tq_schemas.errors import ArrowTQError, Conflict, MalformedMessage
 from arrow_tq_schemas.fields import Field
-from arrow_tq_schemas.receipts import Receipt, chunk_ids
+from arrow_tq_schemas.receipts import Receipt, chunk_ids, joined
 from arrow_tq_schemas.trusted import trusted
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class Step:
 
         Args:
             field: a field of the run.
-            array: ``[rows, *field.shape]``: numpy, nested lists, pyarrow or torch.
+            array: ``[rows, *field.shape]``: numpy, nested lists, pyarrow or torch; or a list of numpy arrays
+                or tensors of that shape, which are stored as if they were one.
             start: absolute position of the first row.
 
         Raises:
@@ -258,7 +259,7 @@ class Step:
                 "messages": self._messages,
                 "version": self._version,
                 "sampled": self._sampled,
-                "receipts": self._receipts,
+                "receipts": joined(self._receipts),
                 "tools": self._branch.tools,
                 "retry_of": self._branch.retry_of,
                 "extends": self._branch.extends,

@@ -7,6 +7,7 @@ a cut loses only what nobody was told of.
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from arrow_tq_schemas.ids import ChunkId
 
 HEAD = b"ATQG\x01\x00\x00\x00"
 RECORD = np.dtype([("entry", sidecar.RECORD), ("digest", "<u8")])
+_DIGEST, _digest = struct.Struct("<Q"), xxhash.xxh3_64_intdigest
 
 
 def create(path: Path) -> None:
@@ -29,14 +31,10 @@ def create(path: Path) -> None:
 
 def append(path: Path, located: Sequence[tuple[ChunkId, Entry]]) -> None:
     """Note chunks; kept whatever ends this process when it returns."""
-    records = np.empty(len(located), RECORD)
-    records["entry"] = sidecar.records(located)
-    size, raw = sidecar.RECORD.itemsize, records["entry"].tobytes()
-    digest = xxhash.xxh3_64_intdigest
-    records["digest"] = [digest(raw[first : first + size]) for first in range(0, len(raw), size)]
+    records = [raw + _DIGEST.pack(_digest(raw)) for raw in sidecar.records(located)]
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     try:
-        os.write(descriptor, records.tobytes())
+        os.write(descriptor, b"".join(records))
     finally:
         os.close(descriptor)
 
@@ -49,13 +47,9 @@ def read(path: Path, extent: Extent) -> list[tuple[ChunkId, Entry]]:
     whole = (len(content) - len(HEAD)) // RECORD.itemsize
     found = []
     for row in np.frombuffer(content, RECORD, whole, len(HEAD)):
-        if int(row["digest"]) != _digest(row["entry"]):
+        if int(row["digest"]) != _digest(row["entry"].tobytes()):
             break
         chunk_id, entry = sidecar.entry(row["entry"], extent)
         if entry.offset + entry.length <= extent.file.size_bytes:
             found.append((chunk_id, entry))
     return found
-
-
-def _digest(row: np.void) -> int:
-    return xxhash.xxh3_64_intdigest(row.tobytes())

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from arrow_tq.layout.columns import BatchPlan
 from arrow_tq.store.extent import Entry, Extent
 from arrow_tq.store.granted_file import GrantedFile, Torn
-from arrow_tq.store.receiving import check_header, check_values
-from arrow_tq_schemas.chunks import Chunk, ChunkHeader, begin_checksum, header_form
+from arrow_tq.store.receiving import check_header, check_values, is_bounded
+from arrow_tq_schemas.chunks import ChunkHeader, begin_checksum, header_form
 from arrow_tq_schemas.commands import AdoptedChunk, RunInfo
 from arrow_tq_schemas.errors import ArrowTQError, MalformedMessage
 from arrow_tq_schemas.fields import Field
@@ -35,14 +35,14 @@ class _Told(NamedTuple):
 
     number: int
     chunk_id: ChunkId
-    header: ChunkHeader
+    epoch: int
+    start: int
+    checksum: str
     raw: bytes
-    offset: int
+    """Its header."""
     plan: BatchPlan
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.plan.length
+    offset: int
+    end: int
 
 
 class Adoption:
@@ -72,7 +72,9 @@ class Adoption:
         self._info_at = info_at
         self._number = number
         self._is_here = is_here
-        self._form = header_form(extent.key.run, info_at(0).epoch, extent.key.field)
+        self._epoch = info_at(0).epoch
+        self._form = header_form(extent.key.run, self._epoch, extent.key.field)
+        self._bounded = is_bounded(field, extent.layout.dtype)
 
     def check(self, chunks: Sequence[AdoptedChunk]) -> tuple[list[Verdict], list[Located]]:
         """A verdict on each, None for what is or will be stored; and entries of those that are new."""
@@ -109,36 +111,39 @@ class Adoption:
 
     def _told(self, index: int, chunk: AdoptedChunk) -> _Told:
         extent, raw, offset = self._extent, chunk.header.encode(), chunk.offset
-        header = self._form.read(raw) or self._unusual(raw)
-        what = f"chunk {header.id}"
-        chunk_id = header.chunk_id
+        parts, epoch = self._form.parts(raw), self._epoch
+        if parts is None:
+            header = self._unusual(raw)
+            parts, epoch = (header.id, header.start, header.rows, header.checksum), header.epoch
+        name, start, rows, checksum = parts
+        chunk_id = ChunkId.from_hex(name)
         if chunk_id.group != extent.key.group:
-            self._check(what, header)
+            self._check(ChunkHeader.from_bytes(raw))
         if chunk_id.shard != self._number:
-            raise MalformedMessage(f"{what}: of shard {chunk_id.shard}, this is shard {self._number}")
-        plan = extent.layout.plan(header.rows, False, len(raw))
-        if offset % 8 or offset + plan.length > self._file.size_bytes:
-            raise self._misplaced(what, offset, plan)
-        return _Told(index, chunk_id, header, raw, offset, plan)
+            raise MalformedMessage(f"chunk {name}: of shard {chunk_id.shard}, this is shard {self._number}")
+        plan = extent.layout.plan(rows, False, len(raw))
+        end = offset + plan.length
+        if offset % 8 or end > self._file.size_bytes:
+            raise self._misplaced(chunk_id, offset, plan)
+        return _Told(index, chunk_id, epoch, start, checksum, raw, plan, offset, end)
 
     def _unusual(self, raw: bytes) -> ChunkHeader:
         """A header that is not in the usual form, which is usually an error."""
         header = ChunkHeader.from_bytes(raw)
-        what = f"chunk {header.id}"
-        self._check(what, header)
+        self._check(header)
         if header.token or raw != header.to_bytes():
-            raise MalformedMessage(f"{what}: its header is not in the form that is stored")
+            raise MalformedMessage(f"chunk {header.id}: its header is not in the form that is stored")
         return header
 
-    def _check(self, what: str, header: ChunkHeader) -> None:
+    def _check(self, header: ChunkHeader) -> None:
         key = self._extent.key
         stream = PutStream(run=key.run, field=key.field, group=key.group)
-        check_header(what, stream, self._field, self._info_at(header.epoch), header)
+        check_header(f"chunk {header.id}", stream, self._field, self._info_at(header.epoch), header)
 
-    def _misplaced(self, what: str, offset: int, plan: BatchPlan) -> MalformedMessage:
+    def _misplaced(self, chunk_id: ChunkId, offset: int, plan: BatchPlan) -> MalformedMessage:
         return MalformedMessage(
-            f"{what}: {plan.length} bytes at {offset}: expected to lie between {self._extent.used_bytes} and "
-            f"{self._file.size_bytes}"
+            f"chunk {chunk_id.hex}: {plan.length} bytes at {offset}: expected to lie between "
+            f"{self._extent.used_bytes} and {self._file.size_bytes}"
         )
 
     def _memory(self, window: Sequence[_Told]) -> memoryview | None:
@@ -154,33 +159,35 @@ class Adoption:
 
     def _believe(self, told: _Told, memory: memoryview | None, first: int) -> Located | None:
         """The entry of a chunk that is whole and right; None where it is stored already."""
-        extent, header, plan, offset = self._extent, told.header, told.plan, told.offset
-        what = f"chunk {header.id}"
+        extent, plan, offset, chunk_id = self._extent, told.plan, told.offset, told.chunk_id
+        run, field = extent.key.run, extent.key.field
         if offset < extent.used_bytes:
             # Asked again after an answer that was lost; what is new lies behind what was adopted.
-            if self._is_here(told.chunk_id, header.run, header.checksum):
+            if self._is_here(chunk_id, run, told.checksum):
                 return None
-            raise self._misplaced(what, offset, plan)
+            raise self._misplaced(chunk_id, offset, plan)
         if memory is None:
             try:
                 memory, first = self._read(offset, plan.length), offset
             except Torn as error:
-                raise MalformedMessage(f"{what}: {error}") from None
-        message = memory[offset - first : told.end - first]
-        if bytes(message[: plan.values_at]) != extent.layout.head(plan, 0, told.raw):
-            raise MalformedMessage(f"{what}: the message at {offset} is not the one of its header")
-        values = message[plan.values_at : plan.values_at + plan.values_bytes]
-        digest = begin_checksum(
-            told.chunk_id, header.run, header.epoch, header.field, header.start, header.rows
-        )
+                raise MalformedMessage(f"chunk {chunk_id.hex}: {error}") from None
+        values_at = offset - first + plan.values_at
+        if bytes(memory[offset - first : values_at]) != extent.layout.head(plan, 0, told.raw):
+            raise MalformedMessage(
+                f"chunk {chunk_id.hex}: the message at {offset} is not the one of its header"
+            )
+        values = memory[values_at : values_at + plan.values_bytes]
+        digest = begin_checksum(chunk_id, run, told.epoch, field, told.start, plan.rows)
         digest.update(values)
-        if digest.hexdigest() != header.checksum:
-            raise MalformedMessage(f"{what}: its values do not have the checksum {header.checksum}")
-        shaped = np.frombuffer(values, extent.layout.dtype).reshape(header.rows, *extent.layout.item_shape)
-        check_values(self._field, Chunk(header, shaped, None))
-        if self._is_here(told.chunk_id, header.run, header.checksum):
+        if digest.hexdigest() != told.checksum:
+            raise MalformedMessage(
+                f"chunk {chunk_id.hex}: its values do not have the checksum {told.checksum}"
+            )
+        if self._bounded:
+            shaped = np.frombuffer(values, extent.layout.dtype).reshape(plan.rows, *extent.layout.item_shape)
+            check_values(self._field, shaped, told.start)
+        if self._is_here(chunk_id, run, told.checksum):
             return None
-        return told.chunk_id, Entry(
-            *(extent, offset, plan.length, header.rows, False, header.start, header.epoch, header.checksum),
-            verified=True,
+        return chunk_id, Entry(
+            *(extent, offset, plan.length, plan.rows, False, told.start, told.epoch, told.checksum), True
         )

@@ -69,7 +69,7 @@ def checked(
     chunk = Chunk(header, values, valid)
     if not verify(chunk):
         raise MalformedMessage(f"{what}: its values do not have the checksum {header.checksum}")
-    check_values(field, chunk)
+    check_values(field, values, header.start)
     return chunk
 
 
@@ -95,24 +95,29 @@ def check_header(what: str, stream: PutStream, field: Field, info: RunInfo, head
         )
 
 
-def check_values(field: Field, chunk: Chunk) -> None:
+def check_values(field: Field, values: npt.NDArray[np.generic], start: int) -> None:
     """What a checksum cannot tell: whether the sender's values are ones that the field may hold."""
-    highest = _highest(field, chunk.values.dtype)
-    if highest is None or not chunk.values.size:
+    highest = _highest(field, values.dtype)
+    if highest is None or not values.size:
         return
     lowest = 0
-    if int(chunk.values.max()) <= highest and int(chunk.values.min()) >= lowest:
+    if int(values.max()) <= highest and int(values.min()) >= lowest:
         return
-    wrong = np.greater(chunk.values, highest) | np.less(chunk.values, lowest)
+    wrong = np.greater(values, highest) | np.less(values, lowest)
     if wrong.any():
         place = tuple(int(index) for index in np.argwhere(wrong)[0])
         raise ValueOutOfRange(
-            f"field {field.name!r}: value {chunk.values[place]} at position {chunk.header.start + place[0]} "
+            f"field {field.name!r}: value {values[place]} at position {start + place[0]} "
             f"is not within {lowest} to {highest}",
             field=field.name,
-            value=int(chunk.values[place]),
-            position=chunk.header.start + place[0],
+            value=int(values[place]),
+            position=start + place[0],
         )
+
+
+def is_bounded(field: Field, kind: np.dtype[np.generic]) -> bool:
+    """Whether ``check_values`` has to look at values of that dtype."""
+    return _highest(field, kind) is not None
 
 
 def _highest(field: Field, kind: np.dtype[np.generic]) -> int | None:

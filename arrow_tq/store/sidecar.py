@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from arrow_tq.store.extent import Entry, Extent
@@ -33,13 +32,15 @@ RECORD = np.dtype(
         ("nullable", "u1"),
     ]
 )
+_RECORD = struct.Struct("<16s16sQQQQIB")
+"""The same, to be written."""
 Located = Sequence[tuple[ChunkId, Entry]]
 
 
 def write(path: Path, extent: Extent, located: Located) -> None:
     """Write the sidecar, whole or not at all, and durably."""
     head = json.dumps({"rows": len(located), "used_bytes": extent.used_bytes}).encode()
-    content = _HEAD.pack(MAGIC, VERSION, len(head)) + head + records(located).tobytes()
+    content = _HEAD.pack(MAGIC, VERSION, len(head)) + head + b"".join(records(located))
     content += xxhash.xxh3_64_digest(content)
     write_whole(path, content, durable=True)
 
@@ -63,16 +64,15 @@ def read(path: Path, extent: Extent) -> list[tuple[ChunkId, Entry]] | None:
     return [entry(one, extent) for one in records]
 
 
-def records(located: Located) -> npt.NDArray[np.void]:
-    """A row of ``RECORD`` for each."""
-    rows = [
-        (
+def records(located: Located) -> list[bytes]:
+    """A ``RECORD`` for each."""
+    return [
+        _RECORD.pack(
             chunk_id.to_bytes(), bytes.fromhex(one.checksum), one.offset, one.length, one.start,
             one.epoch, one.rows, one.nullable,
         )
         for chunk_id, one in located
     ]  # fmt: skip
-    return np.array(rows, RECORD)
 
 
 def entry(row: np.void, extent: Extent) -> tuple[ChunkId, Entry]:

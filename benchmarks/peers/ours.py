@@ -19,8 +19,8 @@ from benchmarks import servers as processes
 from benchmarks.peers.payloads import Payload
 from benchmarks.peers.system import at_once
 
-PUTS_A_SESSION = {"chunks-40000x64": 1_000}
-"""Samples that one session puts, one after the other, in its one step; elsewhere a session a sample."""
+SAMPLES_A_SESSION = {"chunks-40000x64": 1_000}
+"""One behind the other, each field's put as the list that they are; elsewhere a session a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +98,18 @@ class ArrowTQEnd:
         heavy = next(one for one in payload.fields if one != "token_ids")
         run = self._store.run(payload.name, fields=[fields.token_ids(), _field(heavy, payload)])
         samples = list(zip(payload.fields["token_ids"], payload.fields[heavy], strict=True))
-        puts = PUTS_A_SESSION.get(payload.name, 1)
+        together = SAMPLES_A_SESSION.get(payload.name, 1)
 
         def write(first: int) -> None:
             session = run.session(f"{turn}-{first:08}")
+            ids, rows = zip(*samples[first : first + together], strict=True)
             with session.step() as step:
-                start = 0
-                for ids, rows in samples[first : first + puts]:
-                    step.put("token_ids", ids, start=start)
-                    step.put(heavy, rows, start=start)
-                    start += len(rows)
+                step.put("token_ids", ids[0] if together == 1 else ids, start=0)
+                step.put(heavy, rows[0] if together == 1 else rows, start=0)
             session.finalize()
 
-        at_once(write, range(0, len(samples), puts))
-        lengths = None if puts == 1 else [len(rows) for _, rows in samples]
+        at_once(write, range(0, len(samples), together))
+        lengths = None if together == 1 else [len(rows) for _, rows in samples]
         return {"run": run.name, "round": turn, "lengths": lengths}
 
 

@@ -206,6 +206,15 @@ def header_json(parts: tuple[bytes, bytes], id: str, start: int, rows: int, chec
     )
 
 
+def header_bytes(parts: tuple[bytes, bytes], start: int, rows: int) -> int:
+    """Length of ``header_json``, whichever id and checksum it will have."""
+    return len(parts[0]) + len(parts[1]) + len(str(start)) + len(str(rows)) + _REST_BYTES
+
+
+_REST_BYTES = len(header_json((b"", b""), 32 * "0", 0, 0, 32 * "0")) - 2
+"""Of what ``header_json`` adds to its parts and its two numbers."""
+
+
 def trusted_header(
     id: str, run: str, epoch: int, field: str, start: int, rows: int, checksum: str
 ) -> ChunkHeader:
@@ -229,12 +238,21 @@ class HeaderForm:
         pattern = rb'%b([0-9a-f]{32})%b%b,"rows":([1-9][0-9]{0,8}),"checksum":"([0-9a-f]{32})"}'
         self._match = re.compile(pattern % (re.escape(before), re.escape(after), number)).fullmatch
 
-    def read(self, raw: bytes) -> ChunkHeader | None:
-        """The header; None for any that is not of this form, whatever it is."""
+    def parts(self, raw: bytes) -> tuple[str, int, int, str] | None:
+        """Id, start, rows and checksum; None for any that is not of this form, whatever it is."""
         found = self._match(raw)
-        if found is None or int(found[2]) >= _COUNT_END:
+        if found is None:
             return None
-        return trusted_header(found[1].decode(), *self._said, int(found[2]), int(found[3]), found[4].decode())
+        name, start, rows, checksum = found.groups()
+        position = int(start)
+        if position >= _COUNT_END:
+            return None
+        return name.decode(), position, int(rows), checksum.decode()
+
+    def read(self, raw: bytes) -> ChunkHeader | None:
+        """The header; None as ``parts``."""
+        found = self.parts(raw)
+        return None if found is None else trusted_header(found[0], *self._said, *found[1:])
 
 
 @functools.lru_cache(WRITERS_MAX)

@@ -25,6 +25,8 @@ _TIME_SHIFT = 80
 _GROUP_MASK = GROUP_MAX << _GROUP_SHIFT
 _VERSION = 8 << 76
 _VARIANT = 0b10 << 62
+_MARKS = _VERSION | _VARIANT
+_RANDOM_MASK = (1 << RANDOM_BITS) - 1
 PARSED_MAX = 4096
 """Ids kept with their text: each is asked for several times while its chunk is stored, or committed."""
 _HEX = re.compile(r"[0-9a-fA-F]{32}")
@@ -121,8 +123,11 @@ class IdFactory:
         pid, count = self._writer
         if pid != os.getpid():
             self._writer = pid, count = _writer()
-        random = next(count) % (1 << RANDOM_BITS)
-        return ChunkId.make(time.time_ns() // 1_000_000, shard, 0, random)
+        if not 0 <= shard <= SHARD_MAX:
+            raise MalformedMessage(f"shard {shard}: expected 0 to {SHARD_MAX}")
+        # As ``make``, whose other parts are within their bits here.
+        time_ms, random = time.time_ns() // 1_000_000, next(count) & _RANDOM_MASK
+        return ChunkId(time_ms << _TIME_SHIFT | _MARKS | shard << _SHARD_SHIFT | random)
 
 
 class IdSeries:

@@ -7,10 +7,18 @@ a receipt stays small however long the response was.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field as Bound, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field as Bound,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from arrow_tq_schemas.chunks import Count, Hex128, explain
 from arrow_tq_schemas.errors import MalformedMessage
@@ -20,6 +28,15 @@ from arrow_tq_schemas.trusted import trusted
 
 CHUNKS_MAX = 1 << 20
 """Chunks that one receipt may name."""
+
+
+def _runs_ascend(runs: list[tuple[int, int]], info: ValidationInfo) -> list[tuple[int, int]]:
+    last, rows = -1, info.data.get("rows", 0)
+    for first, end in runs:
+        if not (last < first < end <= rows):
+            raise ValueError(f"valid runs of {rows} rows must ascend and not touch: {runs}")
+        last = end
+    return runs
 
 
 class StoredChunk(BaseModel):
@@ -34,17 +51,9 @@ class StoredChunk(BaseModel):
     bytes: Count
     """Payload bytes of all layer groups together."""
     groups: Annotated[int, Bound(ge=1, le=256)] = 1
-    valid: list[tuple[int, int]] | None = None
+    # Checked with the list: a validator of the model is called for each of thousands of chunks without one.
+    valid: Annotated[list[tuple[int, int]], AfterValidator(_runs_ascend)] | None = None
     """Runs of rows that are not null, half-open, ascending; None: every row."""
-
-    @model_validator(mode="after")
-    def _runs_ascend(self) -> StoredChunk:
-        last = -1
-        for first, end in self.valid or ():
-            if not (last < first < end <= self.rows):
-                raise ValueError(f"valid runs of {self.rows} rows must ascend and not touch: {self.valid}")
-            last = end
-        return self
 
     @property
     def chunk_id(self) -> ChunkId:
@@ -126,6 +135,30 @@ def trusted_receipt(
         Receipt,
         {"v": 1, "run": run, "epoch": epoch, "field": field, "start": start, "rows": rows, "chunks": chunks},
     )
+
+
+def joined(receipts: Iterable[Receipt]) -> list[Receipt]:
+    """The same rows in fewer receipts: those that begin where the one before of their field ends are one."""
+    groups: list[list[Receipt]] = []
+    last: dict[str, list[Receipt]] = {}
+    for one in receipts:
+        group = last.get(one.field)
+        if group is None or one.start != group[-1].end or (one.run, one.epoch) != _writer(group[-1]):
+            last[one.field] = group = []
+            groups.append(group)
+        group.append(one)
+    return [group[0] if len(group) == 1 else _joined(group) for group in groups]
+
+
+def _writer(receipt: Receipt) -> tuple[str, int]:
+    return receipt.run, receipt.epoch
+
+
+def _joined(group: Sequence[Receipt]) -> Receipt:
+    first = group[0]
+    chunks = [chunk for one in group for chunk in one.chunks]
+    rows = group[-1].end - first.start
+    return trusted_receipt(first.run, first.epoch, first.field, first.start, rows, chunks)
 
 
 def _counted(chunks: Iterable[StoredChunk]) -> Iterator[dict[str, object]]:

@@ -98,7 +98,7 @@ def test_what_is_viewed_is_not_written_over(own: Server) -> None:
     """A view of a chunk where its writer wrote it, after the chunk is released."""
     with arrow_tq.connect(own.url) as store:
         until_again(store)
-        (writer,) = writes(store)._writers.values()
+        ((writer,),) = writes(store)._writers.values()
         refs = []
         current = None
         while current is None or current.appender.used_bytes < MIB:

@@ -17,6 +17,7 @@ from tests.drawing import drawn
 IDS = IdFactory()
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 FLOATS = ("float16", "float32", "float64")
+GROUPED = Field("x", "uint8", shape=(3, 2), layer_axis=0, layer_groups=[[0], [1, 2]], num_experts=10)
 items = st.one_of(st.just(()), npst.array_shapes(min_dims=1, max_dims=3, max_side=4))
 
 
@@ -97,6 +98,34 @@ def test_the_same_dtype_comes_back_bit_by_bit(
         np.shares_memory(chunk.values, array) for chunks in encoded.chunks_by_group for chunk in chunks
     )
     assert encoded.copied != shared or not len(array)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([Field("x", "int32", shape=(3,)), GROUPED]),
+    st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    st.sampled_from(["int16", "int32"]),
+    st.integers(1, 200),
+    st.data(),
+)
+def test_pieces_are_what_they_are_joined(
+    field: Field, lengths: list[int], dtype: str, chunk_bytes: int, data: st.DataObject
+) -> None:
+    array = data.draw(
+        npst.arrays(dtype, (sum(lengths), *field.shape), elements=st.integers(0, 9), fill=st.just(-1))
+        if field is GROUPED
+        else npst.arrays(dtype, (sum(lengths), *field.shape))
+    )
+    if field is GROUPED:
+        # Rows are null as a whole, or not at all.
+        array[(array == -1).any(axis=(1, 2))] = -1
+    pieces = np.split(array, np.cumsum(lengths)[:-1])
+    joined, one = put(field, pieces, chunk_bytes, 5), put(field, array, chunk_bytes, 5)
+    assert [chunk.model_dump(exclude={"id"}) for chunk in joined.receipt.chunks] == [
+        chunk.model_dump(exclude={"id"}) for chunk in one.receipt.chunks
+    ]
+    assert [part.tolist() for part in gather(field, joined)] == [part.tolist() for part in gather(field, one)]
+    assert joined.copied or not len(array)
 
 
 @settings(deadline=None)

@@ -16,6 +16,7 @@ from arrow_tq_schemas.chunks import (
     METADATA_KEY,
     ChunkHeader,
     checksum,
+    header_bytes,
     header_json,
     header_parts,
     to_array,
@@ -96,9 +97,9 @@ def test_headers_are_those_of_pydantic(run: str, field: str, epoch: int, start: 
     header = ChunkHeader(
         id=chunk_id.hex, run=run, epoch=epoch, field=field, start=start, rows=rows, checksum=digest
     )
-    assert (
-        header_json(header_parts(run, epoch, field), chunk_id.hex, start, rows, digest) == header.to_bytes()
-    )
+    parts = header_parts(run, epoch, field)
+    assert header_json(parts, chunk_id.hex, start, rows, digest) == header.to_bytes()
+    assert header_bytes(parts, start, rows) == len(header.to_bytes())
     assert ChunkHeader.from_bytes(header.to_bytes()) == header
 
 

@@ -13,7 +13,7 @@ from arrow_tq_schemas import handles, names
 from arrow_tq_schemas.errors import InvalidInput, MalformedMessage
 from arrow_tq_schemas.ids import ChunkId, IdFactory
 from arrow_tq_schemas.manifests import OWNED_DTYPE, Manifest, ranges
-from arrow_tq_schemas.receipts import Receipt, StoredChunk, chunk_ids
+from arrow_tq_schemas.receipts import Receipt, StoredChunk, chunk_ids, joined
 from arrow_tq_schemas.spans import Span, empty_spans, to_spans
 
 FIRST = ChunkId.make(1 << 40, 4095, 0, 7)
@@ -178,6 +178,29 @@ def test_a_broken_receipt_names_key_and_value() -> None:
 def test_ids_of_every_layer_group() -> None:
     receipt = Receipt(run="r", epoch=0, field="x", start=0, rows=4, chunks=[stored(0, 4, groups=3)])
     assert chunk_ids([receipt]) == [FIRST, FIRST.sibling(1), FIRST.sibling(2)]
+
+
+def put(start: int, rows: int, field: str = "x", epoch: int = 0) -> Receipt:
+    chunks = [stored(start, rows)] if rows else []
+    return Receipt(run="r", epoch=epoch, field=field, start=start, rows=rows, chunks=chunks)
+
+
+def test_receipts_that_follow_one_another_are_one() -> None:
+    one, two = joined([put(0, 4), put(0, 2, "y"), put(4, 0), put(4, 3), put(2, 1, "y")])
+    assert (one.field, one.start, one.rows) == ("x", 0, 7)
+    assert one.chunks == [stored(0, 4), stored(4, 3)]
+    assert (two.field, two.rows, len(two.chunks)) == ("y", 3, 2)
+    assert Receipt.from_json(one.to_json()) == one
+
+
+def test_receipts_with_another_between_them_stay_apart() -> None:
+    # What covers positions again comes after what it covers, and before what covers it.
+    overlay = [put(0, 4), put(2, 4), put(4, 4)]
+    assert joined(overlay) == overlay
+    gap = [put(0, 4), put(5, 4)]
+    assert joined(gap) == gap
+    epochs = [put(0, 4), put(4, 4, epoch=1)]
+    assert joined(epochs) == epochs
 
 
 # -- manifests -------------------------------------------------------------------------------------

@@ -103,6 +103,26 @@ def test_both_ways_store_the_same(run: Run, index: int) -> None:
     assert engine(run).stats()["chunks"] == 0
 
 
+@pytest.mark.parametrize("index", [i for i, (_, array) in enumerate(arrays()) if array.dtype.isnative])
+def test_pieces_are_placed_as_their_whole_is(run: Run, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arrow_tq.producer.pieces.BLOCK_BYTES", 200)
+    name, array = arrays()[index]
+    shard = engine(run)._shard
+    step = run.session("s").step()
+    whole = step.put(name, array, start=0)
+    cuts = sorted(np.random.default_rng(index).integers(0, len(array) + 1, 9).tolist())
+    parts = step.put(name, np.split(array, cuts), start=len(array))
+    assert [one.rows for one in parts.chunks] == [one.rows for one in whole.chunks]
+    for one, other in zip(whole.chunks, parts.chunks, strict=True):
+        for group in range(one.groups):
+            wanted, got = shard.get(one.chunk_id.sibling(group)), shard.get(other.chunk_id.sibling(group))
+            assert wanted is not None
+            assert got is not None
+            assert got.values.tobytes() == wanted.values.tobytes()
+            assert (got.valid is None) == (wanted.valid is None)
+    step.cancel()
+
+
 def test_any_reader_of_streams_reads_an_extent(tmp_path: Path) -> None:
     experts = np.random.default_rng(0).integers(0, 200, (90, 6, 4)).astype(np.int32)
     with arrow_tq.open(tmp_path / "store") as store:

@@ -20,6 +20,7 @@ from arrow_tq.logs import logger
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader
 from arrow_tq_schemas.commands import AdoptChunks, AdoptedChunk, ChunkVerdicts, Wire
 from arrow_tq_schemas.errors import ArrowTQError, Conflict, InternalError, NotFound, Unavailable, from_wire
+from arrow_tq_schemas.trusted import trusted
 
 CHUNKS_A_CALL_MAX = 256
 FILES_A_MESSAGE_MAX = 64
@@ -49,7 +50,7 @@ class Written:
 
     @property
     def nbytes(self) -> int:
-        return self.reserved.values.nbytes
+        return self.reserved.plan.values_bytes
 
     def chunk(self) -> Chunk:
         """As it would travel."""
@@ -64,8 +65,12 @@ class Adopter:
     all of it goes one way.
 
     Args:
-        settled: told of each chunk that is stored or failed.
+        settled: told of the payload bytes of chunks that are stored or failed.
         tend: called when nothing came for a while; gives whether there is anything left to look after.
+
+    Attributes:
+        chunks: how many were submitted.
+        nbytes: their payload.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class Adopter:
         host: Host,
         puts: Puts,
         adopt: Adopt,
-        settled: Callable[[Written], None],
+        settled: Callable[[int], None],
         tend: Callable[[], bool],
         period_s: float,
     ) -> None:
@@ -83,9 +88,9 @@ class Adopter:
         self._settled = settled
         self._tend = tend
         self._period_s = period_s
-        lock = threading.Lock()
-        self._changed = threading.Condition(lock)
-        self._idle = threading.Condition(lock)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._idle = threading.Condition(self._lock)
         """Told when nothing is under way."""
         self._leave: Callable[[], None] | None = None
         self._lingers = False
@@ -97,8 +102,12 @@ class Adopter:
         self._soon = False
         """Whether there is something to look after as soon as nothing is to be adopted."""
         self._loads = 0
+        self._asked = False
+        """Whether the thread waits for a message that it asked for."""
         self._running = False
         self._ending = False
+        self.chunks = 0
+        self.nbytes = 0
 
     def ride(self, leave: Callable[[], None]) -> None:
         """From now on chunks are taken by ``load``; before the first put.
@@ -116,15 +125,17 @@ class Adopter:
 
     def submit(self, items: Sequence[Written]) -> None:
         """Adopt these; their handles hear of it. Raises ``Conflict`` after ``close``."""
-        with self._changed:
+        with self._lock:
             if self._ending:
                 raise Conflict("put: the connection was closed")
             wake = False
             for item in items:
                 item.granted.unadopted += 1
                 wake = self._company.add(item.nbytes) or wake
+                self.nbytes += item.nbytes
             self._queue.extend(items)
             self._busy += len(items)
+            self.chunks += len(items)
             enough = self._company.is_enough
             leave = self._leave if enough else None
             if not self._running:
@@ -167,10 +178,12 @@ class Adopter:
 
     def load(self) -> list[Rider]:
         """What waits, a command a file: it is on its way from now on."""
-        with self._changed:
+        with self._lock:
             files = self._files()
             self._loads += 1
-            self._changed.notify_all()
+            if self._asked:
+                # Not one that lingers: it looks at what is left then when its time is over.
+                self._changed.notify_all()
         # Not asked for now: that may take a while, and a server that has to be found anew knows no grant.
         proof = self._host.known_proof
         if proof is not None:
@@ -216,13 +229,18 @@ class Adopter:
             ready = bool(self._queue) and (time.monotonic() < due or self._ending)
             if ready and self._leave is None:
                 return self._files()
+            if not (ready or self._soon or self._ending) and time.monotonic() < due:
+                # It left meanwhile with somebody's commit.
+                return []
             self._soon = self._soon and ready
             loads = self._loads
         if ready and self._leave is not None:
             self._depart(self._leave)
             with self._changed:
                 # Not until nothing waits: a writer that goes on would keep it waiting.
+                self._asked = True
                 self._changed.wait_for(lambda: self._loads != loads or not self._queue, LEFT_S)
+                self._asked = False
             return []
         try:
             more = self._tend()
@@ -314,10 +332,10 @@ class Adopter:
         settled: list[Written] = []
         for item, error in outcomes:
             item.told = True
-            self._settled(item)
             item.handle.settle(error)
             settled.append(item)
-        with self._changed:
+        self._settled(sum([item.nbytes for item in settled]))
+        with self._lock:
             for item in settled:
                 item.granted.unadopted -= 1
                 if item.granted.let_go() and not self._soon:
@@ -330,7 +348,10 @@ class Adopter:
 
 def _command(items: Sequence[Written], proof: str) -> AdoptChunks:
     first = items[0]
-    told = [AdoptedChunk(offset=one.reserved.offset, header=one.header.raw.decode()) for one in items]
+    told = [
+        trusted(AdoptedChunk, {"offset": one.reserved.offset, "header": one.header.raw.decode()})
+        for one in items
+    ]
     writer = first.writer
     return AdoptChunks(
         run=writer.run, field=writer.field.name, proof=proof, grant=first.granted.grant, chunks=told

@@ -116,7 +116,8 @@ class Writer:
 
     def reserve(self, rows: int, header_bytes: int) -> tuple[Granted, Reserved] | None:
         """Room for a chunk; None where the server grants none."""
-        length = self.layout.plan(rows, False, header_bytes).length
+        plan = self.layout.plan(rows, False, header_bytes)
+        length = plan.length
         self.used_at = time.monotonic()
         granted = self.current or self._following(length)
         while granted is not None and granted.appender.used_bytes + length + 64 > granted.size_bytes:
@@ -130,7 +131,7 @@ class Writer:
             threading.Thread(
                 target=self._prepare, args=(length, asked), name="arrow-tq-grant", daemon=True
             ).start()
-        return granted, granted.appender.reserve(rows, header_bytes)
+        return granted, granted.appender.reserve_planned(plan)
 
     def held(self) -> list[Granted]:
         """Every file that this writer has; also without the lock, and then perhaps one twice."""

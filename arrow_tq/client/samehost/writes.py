@@ -39,10 +39,6 @@ class HostWrites:
         adopt: how the server is told of chunks in its files, where these do not ride with commits.
         catalog: where chunks are dropped; None: the server itself.
         kept: mappings of files that were full, of all shards of a client; None: of this one.
-
-    Attributes:
-        puts: chunks written this way.
-        put_bytes: their payload.
     """
 
     def __init__(
@@ -61,21 +57,30 @@ class HostWrites:
         self._idle_s = options.stream_idle_s
         self._room = Room(options.put_inflight_bytes_max, options.put_room_s)
         self._lock = threading.Lock()
-        self._writers: dict[tuple[str, str, int], Writer] = {}
-        self.adopter = Adopter(host, puts, adopt, self._settled, self._tend, TEND_S)
+        self._writers: dict[tuple[str, str], list[Writer]] = {}
+        """By run and field, one a layer group."""
+        self.adopter = Adopter(host, puts, adopt, self._room.give, self._tend, TEND_S)
         self._kept_at = self._tended_at = 0.0
-        self.puts = 0
-        self.put_bytes = 0
+
+    @property
+    def puts(self) -> int:
+        """Chunks written this way."""
+        return self.adopter.chunks
+
+    @property
+    def put_bytes(self) -> int:
+        """Their payload."""
+        return self.adopter.nbytes
 
     def reserve(self, field: Field, run: str, rows: int, header_bytes: int, shard: int) -> HostPlace | None:
         if self._host.proof() is None:
             return None
-        size = rows * field.row_bytes
+        writers = self._writers.get((run, field.name)) or self._made(run, field)
+        size = rows * sum([writer.layout.row_bytes for writer in writers])
         self._room.take(size)
         held: Held = []
         try:
-            for group in range(len(field.groups)):
-                writer = self._writer(run, field, group)
+            for writer in writers:
                 if not writer.lock.acquire(timeout=LOCK_WAIT_S):
                     break
                 try:
@@ -99,13 +104,6 @@ class HostWrites:
         handles = [place.handle for place in places if isinstance(place, HostPlace)]
         return handles[0] if len(handles) == 1 else JoinedPuts(handles)
 
-    def published(self, items: Sequence[Written]) -> None:
-        """Chunks that are complete in their files."""
-        self.adopter.submit(items)
-        with self._lock:
-            self.puts += len(items)
-            self.put_bytes += sum(item.nbytes for item in items)
-
     def withdraw(self, run: str, items: Sequence[Written]) -> None:
         """Chunks of a put that failed: once they are adopted they are dropped."""
         for item in items:
@@ -128,23 +126,24 @@ class HostWrites:
         """Have everything adopted, and end the grants."""
         self.adopter.close(timeout_s)
         self.kept.close()
+        writers = self._all()
         with self._lock:
-            writers = list(self._writers.values())
             self._writers.clear()
         # Those with chunks still under way end by their lease.
         self._end([one for writer in writers for one in writer.held() if not one.unadopted])
 
-    def _writer(self, run: str, field: Field, group: int) -> Writer:
-        key = (run, field.name, group)
-        writer = self._writers.get(key)
-        if writer is None:
-            with self._lock:
-                made = Writer(self._host, run, field, group, self.kept, self.adopter.tend_soon)
-                writer = self._writers.setdefault(key, made)
-        return writer
+    def _made(self, run: str, field: Field) -> list[Writer]:
+        """Writers of a field that was not written to before; those of another thread that came first."""
+        with self._lock:
+            made = [
+                Writer(self._host, run, field, group, self.kept, self.adopter.tend_soon)
+                for group in range(len(field.groups))
+            ]
+            return self._writers.setdefault((run, field.name), made)
 
-    def _settled(self, item: Written) -> None:
-        self._room.give(item.nbytes)
+    def _all(self) -> list[Writer]:
+        with self._lock:
+            return [writer for writers in self._writers.values() for writer in writers]
 
     def _let_go(self, held: Held, size: int) -> None:
         for writer, _, _ in held:
@@ -154,8 +153,7 @@ class HostWrites:
     def _tend(self) -> bool:
         """Renew what is in use, end what is idle or full; whether anything is left."""
         mapped = self.kept.tend()
-        with self._lock:
-            writers = list(self._writers.values())
+        writers = self._all()
         ended = [one for writer in writers for one in writer.take_done()]
         now = time.monotonic()
         if now < self._tended_at + TEND_S:
@@ -223,7 +221,7 @@ class HostPlace:
             for (writer, granted, reserved), header in zip(held, headers, strict=True):
                 granted.appender.complete(reserved, header.raw)
                 self._items.append(Written(writer, granted, reserved, header, self.handle))
-            self._writes.published(self._items)
+            self._writes.adopter.submit(self._items)
         except BaseException:
             self._writes.give(size)
             raise

@@ -107,6 +107,28 @@ class WritingConformance:
         asyncio.run(scene())
         assert run.claim(1).fetch("token_ids")["token_ids"][0].tolist() == [1, 2, 3]
 
+    def test_a_list_of_arrays_is_stored_as_one(self, store: Store) -> None:
+        run = open_run(store)
+        expected = np.random.default_rng(1).integers(0, EXPERTS, (90, LAYERS, TOPK), dtype=np.int32)
+        parts = [expected[:1], expected[1:40], expected[40:40], expected[40:90]]
+        session = run.session("s")
+        with session.step(sampled=(0, 91)) as step:
+            step.put("token_ids", [np.arange(64), np.arange(64, 91)], start=0)
+            step.put("logprobs", np.zeros(91), start=0)
+            receipt = step.put("routed_experts", parts, start=0)
+        assert (receipt.rows, len(receipt.chunks)) == (90, 1)
+        session.finalize()
+        fetched = run.claim(1).fetch(["token_ids", "routed_experts"])
+        np.testing.assert_array_equal(fetched["routed_experts"][0], expected)
+        np.testing.assert_array_equal(fetched["token_ids"][0], np.arange(91))
+        with run.session("bad").step() as step:
+            parts[3] = parts[3].copy()
+            parts[3][7, 0, 0] = EXPERTS
+            with pytest.raises(errors.ValueOutOfRange, match=f"value {EXPERTS} at position 147"):
+                step.put("routed_experts", parts, start=100)
+            with pytest.raises(errors.InvalidField, match="arrays of int64 and of int32 in one put"):
+                step.put("token_ids", [np.arange(2), np.arange(2, dtype=np.int32)], start=0)
+
     def test_receipts_that_overlap_are_refused_unless_overlay_is_meant(self, store: Store) -> None:
         run = open_run(store)
         writer = run.session("w").step()
