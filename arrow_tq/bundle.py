@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 from types import TracebackType
 
@@ -23,6 +24,7 @@ from arrow_tq.bundles.pieces import Span as Bytes
 from arrow_tq.bundles.rebuild import Out, keys_of, read_fields, rebuild
 from arrow_tq.bundles.selection import Rows, RowType, Selection, chosen_fields, select
 from arrow_tq.calls import ask, checked
+from arrow_tq.parallel import PART_BYTES_MIN, portions, run_all
 from arrow_tq_schemas.bundles import BUNDLE_FIELD, DEFAULT_RUN, BundleRef, chunk_id, metadata_json
 from arrow_tq_schemas.commands import (
     BundleInfo,
@@ -34,7 +36,7 @@ from arrow_tq_schemas.commands import (
     RunInfo,
 )
 from arrow_tq_schemas.errors import DeadlineExceeded, InternalError, InvalidInput
-from arrow_tq_schemas.spans import Span, to_spans
+from arrow_tq_schemas.spans import Span, Spans, to_spans
 
 SPAN_BYTES = 3 << 20
 """Of one message where what is read has to travel."""
@@ -240,13 +242,26 @@ class OpenedBundle:
         asked = to_spans(
             [Span(0, chunk_id(self._info.bundle_id, span.chunk), span.offset, span.nbytes) for span in spans]
         )
+        if self._backend.reads_in_place:
+            return [np.asarray(_Held(block, self._lease)) for block in self._read(asked)]
+        # What is seen for the first time is hashed, which takes longer than all else here.
+        nbytes = sum(span.nbytes for span in spans)
+        parts = portions(asked["rows"], min(self._backend.reads_at_once, nbytes // PART_BYTES_MIN))
+        blocks: dict[int, list[npt.NDArray[np.uint8]]] = {}
+
+        def read(first: int, end: int) -> None:
+            blocks[first] = self._read(asked[first:end])
+
+        run_all([partial(read, *part) for part in parts], len(parts))
+        return [block for first, _ in parts for block in blocks[first]]
+
+    def _read(self, asked: Spans) -> list[npt.NDArray[np.uint8]]:
+        """Spans of bytes, one array each."""
         request = Read(self._info.run, BUNDLE_FIELD, 0, None, asked, whole=True)
         blocks = [np.asarray(rows.values).view(np.uint8) for rows in self._backend.read(request)]
-        if [len(block) for block in blocks] != [span.nbytes for span in spans]:
+        if [len(block) for block in blocks] != asked["rows"].tolist():
             raise InternalError(f"bundle {self._info.bundle_id}: an answer of other sizes than were asked")
-        if not self._backend.reads_in_place:
-            return blocks
-        return [np.asarray(_Held(block, self._lease)) for block in blocks]
+        return blocks
 
     def __enter__(self) -> OpenedBundle:
         return self

@@ -188,6 +188,8 @@ class Commits:
                 channel.close()
                 channel = None
             channel = self._exchange(channel, group)
+            # Not held while nothing comes: what rode along views the files that it is in.
+            del group
         if channel is not None:
             channel.close()
 

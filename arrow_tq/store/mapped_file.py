@@ -6,6 +6,7 @@ steps with ``posix_fallocate``, so that a full disk is a clean error and never S
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -210,6 +211,14 @@ class MappedFile:
         self.path.unlink(missing_ok=True)
         self.forget()
 
+    def free(self) -> None:
+        """The same while it is locked for us alone: its memory goes at once, whoever keeps it mapped.
+
+        A mapping without a lock is not looked at; of a file that is only unlinked it would hold the memory.
+        """
+        os.ftruncate(self._descriptor, 0)
+        self.delete()
+
     def forget(self) -> None:
         """Close it, and count its bytes no longer."""
         self.close()
@@ -248,6 +257,18 @@ class MappedFile:
             self._space.give_back(more)
             raise full(error, self.path, f"{more} bytes") from error
         self.allocated_bytes = target
+
+
+def discard(path: Path) -> None:
+    """Remove a file of an earlier process, and its memory at once where nobody views it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+        path.unlink()
+    finally:
+        os.close(descriptor)
 
 
 def full(error: OSError, path: Path, what: str) -> Exception:

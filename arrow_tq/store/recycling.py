@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from arrow_tq.store.mapped_file import MappedFile
+from arrow_tq.store.mapped_file import MappedFile, discard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ class Recycling:
         self._number = 0
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.iterdir():
-            left.unlink()
+            discard(left)
 
     @property
     def kept_bytes(self) -> int:
@@ -66,7 +66,7 @@ class Recycling:
             if 0 < file.allocated_bytes <= self._keep_bytes - kept:
                 self._spares.append(_Spare(run, file, time.monotonic()))
                 return
-        file.delete()
+        file.free()
 
     def take(self, run: str, path: Path, size_bytes: int) -> MappedFile | None:
         """A file for a new extent of the run, named ``path`` and mapped; None where none is kept."""
@@ -95,5 +95,5 @@ class Recycling:
             gone = [spare for spare in self._spares if chosen(spare)]
             self._spares = [spare for spare in self._spares if spare not in gone]
         for spare in gone:
-            spare.file.delete()
+            spare.file.free()
         return bool(gone)

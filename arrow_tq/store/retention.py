@@ -66,7 +66,7 @@ class Retention:
             if extent.key.tier == "memory":
                 self._recycling.offer(extent.file.pool + extent.key.run, extent.file)
             else:
-                extent.file.delete()
+                extent.file.free()
         with self._lock:
             self._zombies = [extent for extent in self._zombies if extent not in gone]
             return len(zombies) > len(gone)

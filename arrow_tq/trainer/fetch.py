@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +12,7 @@ import numpy.typing as npt
 
 from arrow_tq.backend import Backend
 from arrow_tq.intervals import clip, domain_ranges, gaps
+from arrow_tq.parallel import PART_BYTES_MIN, run_all
 from arrow_tq.trainer.data import Column, Data
 from arrow_tq.trainer.gather import Gather, Placement
 from arrow_tq.trainer.origin import Origin
@@ -25,8 +24,6 @@ from arrow_tq_schemas.spans import SPAN_DTYPE, Spans, empty_spans
 
 Array = npt.NDArray[np.generic]
 HOLES_NAMED_MAX = 3
-PART_BYTES_MIN = 4 << 20
-"""A read is not cut into parts that fill less than this: a thread costs what copying 100 KB does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,47 +105,6 @@ def read_parts(
         for part in parts
         for spans in gather.parts(count)
     ]
-
-
-def run_all(calls: Sequence[Callable[[], None]], threads_max: int) -> None:
-    """Run the calls, at most so many at a time; when none runs any more, raises the first error.
-
-    The calling thread does its share: a thread that only waits for others has to be woken at the end.
-    """
-    waiting = deque(calls)
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        while not errors:
-            try:
-                call = waiting.popleft()
-            except IndexError:
-                return
-            try:
-                call()
-            except BaseException as error:
-                errors.append(error)
-
-    helpers: list[threading.Thread] = []
-    try:
-        for number in range(1, min(len(calls), threads_max)):
-            helper = threading.Thread(target=work, name=f"arrow-tq-fetch-{number}", daemon=True)
-            helper.start()
-            helpers.append(helper)
-        work()
-        for helper in helpers:
-            helper.join()
-    finally:
-        # Also when interrupted: what helpers are at still writes to the caller's memory.
-        waiting.clear()
-        for helper in helpers:
-            helper.join()
-    try:
-        if errors:
-            raise errors[0]
-    finally:
-        # An error and a frame that names it are a cycle.
-        errors.clear()
 
 
 def check_tokens(data: Column, segment_ids: Sequence[str], expected: Array | Sequence[Array]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from arrow_tq.parallel import portions
 from arrow_tq_schemas.spans import SPAN_DTYPE, Spans, empty_spans
 
 FEW_RUNS = 8
@@ -81,12 +81,11 @@ class Gather:
     def parts(self, count: int) -> list[Gather]:
         """The same read as so many (or fewer) of about equal size, cut between spans."""
         ends = np.cumsum(self.spans["rows"], dtype=np.int64)
-        if count < 2 or len(ends) < 2:
+        cuts = portions(self.spans["rows"], count)
+        if len(cuts) == 1:
             return [self]
-        cuts = np.searchsorted(ends, ends[-1] * np.arange(1, count) // count) + 1
-        edges = np.unique([0, *cuts.tolist(), len(ends)]).tolist()
         parts = []
-        for first, end in itertools.pairwise(edges):
+        for first, end in cuts:
             begin, stop = int(ends[first - 1]) if first else 0, int(ends[end - 1])
             low, high = np.searchsorted(self.sources, [begin, stop]).tolist()
             parts.append(

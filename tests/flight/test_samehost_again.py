@@ -94,6 +94,41 @@ def test_released_files_are_not_waited_for(own: Server, monkeypatch: pytest.Monk
         assert store.stats()["recycled_bytes"] > 0
 
 
+def test_a_writer_that_rests_views_nothing(own: Server) -> None:
+    """Not even what its threads told the server of last."""
+    with arrow_tq.connect(own.url) as store:
+        for seed in range(8):
+            turn(store, seed)
+            wait_until(lambda: store.stats()["zombie_bytes"] == 0, 4)
+
+
+def test_a_reader_maps_a_file_that_comes_back_once(own: Server) -> None:
+    """However often it is another extent, whose chunks are verified each time."""
+    with arrow_tq.connect(own.url) as store, arrow_tq.connect(own.url) as reader:
+        backend = reader._backend
+        assert isinstance(backend, FlightBackend)
+        for seed in range(12):
+            turn(store, seed, reader)
+            wait_until(lambda: store.stats()["zombie_bytes"] == 0, 5)
+        mapped = backend._link().main.host._mappings._by_token.values()
+        assert len({one.inode for one in mapped}) == len(mapped) < 12
+        assert reader.stats()["client_wire_reads"] == 0
+
+
+def test_a_large_bundle_is_verified_in_parts_at_a_time(own: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arrow_tq.client.backend.copying_threads", lambda: 2)
+    random = np.random.default_rng(0)
+    rows = [random.integers(0, 256, size, np.uint8) for size in random.integers(0, 2 * MIB, 12)]
+    with arrow_tq.connect(own.url) as store:
+        ref = store.put_bundle({"rows": rows, "whole": value(9), "names": ["a", "b"]})
+        before = store.stats()["client_host_reads"]
+        got = store.get_bundle(ref)
+        assert store.stats()["client_host_reads"] == before + 2
+        assert all(np.array_equal(one, other) for one, other in zip(rows, got["rows"], strict=True))
+        assert np.array_equal(got["whole"], value(9))
+        assert got["names"] == ["a", "b"]
+
+
 def test_what_is_viewed_is_not_written_over(own: Server) -> None:
     """A view of a chunk where its writer wrote it, after the chunk is released."""
     with arrow_tq.connect(own.url) as store:

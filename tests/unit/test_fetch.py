@@ -15,11 +15,12 @@ import arrow_tq
 from arrow_tq import Field, errors, fields, tensors
 from arrow_tq.backend import Read, Rows
 from arrow_tq.interface import Store
+from arrow_tq.parallel import run_all
 from arrow_tq.runs import Run
 from arrow_tq.testing.rollouts import LAYER_IDS
 from arrow_tq.testing.scenes import fill, open_run
 from arrow_tq.trainer import PlanPolicy
-from arrow_tq.trainer.fetch import Reading, run_all
+from arrow_tq.trainer.fetch import Reading
 from arrow_tq_schemas import handles
 from arrow_tq_schemas.spans import to_spans
 
@@ -193,7 +194,7 @@ def test_parts_are_read_in_parallel_and_the_first_error_is_raised(
 
     with pytest.raises(errors.ChunkLost, match="gone"):
         run_all([fail, lambda: ended.append(1), lambda: ended.append(2)], 2)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("arrow-tq-fetch")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("arrow-tq-part")]
 
 
 def test_a_large_field_is_read_in_parts_at_a_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from arrow_tq.store import Engine, EngineConfig, grants
 from arrow_tq.store.extent import Entry
+from arrow_tq.store.recycling import Recycling
 from arrow_tq.testing.scenes import wait_until
 from arrow_tq_schemas.chunks import ChunkHeader
 from arrow_tq_schemas.commands import OpenRun, TaskSpec
@@ -88,3 +91,38 @@ def test_a_slow_reader_never_gets_what_came_after_in_its_file(engine: Engine) ->
     again.write(experts(100, 4))
     assert shard.part(chunk_id, entry, 10, 20) is None
     again.leave()
+
+
+def held_bytes(descriptor: int) -> int:
+    return os.fstat(descriptor).st_blocks * 512
+
+
+def test_memory_is_freed_from_under_a_mapping_that_nobody_views(engine: Engine) -> None:
+    """What a client keeps mapped in case it comes back does not add to what the store may use."""
+    client = Client(engine)
+    client.memory[-1] = 7
+    fcntl.flock(client.descriptor, fcntl.LOCK_UN)
+    client.end()
+    engine._shard.maintain()
+    assert engine.stats()["recycled_bytes"] == MIB
+    assert held_bytes(client.descriptor) == MIB
+    engine._shard.make_room()
+    assert held_bytes(client.descriptor) == 0
+    client.leave()
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+def test_what_an_earlier_process_kept_is_freed_unless_it_is_viewed(tmp_path: Path, viewed: bool) -> None:
+    folder = tmp_path / "recycled"
+    Recycling(folder, MIB, 60.0)
+    path = folder / "000001"
+    path.write_bytes(bytes(MIB))
+    descriptor = os.open(path, os.O_RDWR)
+    mapping = mmap.mmap(descriptor, MIB)
+    if viewed:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    Recycling(folder, MIB, 60.0)
+    assert not list(folder.iterdir())
+    assert held_bytes(descriptor) == (MIB if viewed else 0)
+    mapping.close()
+    os.close(descriptor)

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from arrow_tq.client.samehost.kept import KeptFiles, WritableFile
-from arrow_tq.client.samehost.mappings import UNLOCKED_BYTES, Mapping, Mappings
+from arrow_tq.client.samehost.mappings import Mapping, Mappings
+from arrow_tq.testing.scenes import wait_until
 from arrow_tq_schemas.commands import ExtentPlace
 
 MIB = 1 << 20
@@ -67,6 +68,16 @@ def test_a_file_that_the_server_takes_is_not_written(tmp_path: Path) -> None:
         file.memory()
     os.close(descriptor)
     file.memory()[0] = 1
+
+
+def test_a_file_that_the_server_cut_is_not_written(tmp_path: Path) -> None:
+    """Its mapping reaches beyond its end now: the first write there would end this process."""
+    path = made(tmp_path / "file")
+    file = WritableFile(str(path), MIB)
+    os.truncate(path, MIB // 2)
+    with pytest.raises(OSError, match="cut"):
+        file.memory()
+    assert is_free(path)
 
 
 def test_descriptors_go_with_their_files(tmp_path: Path) -> None:
@@ -199,17 +210,50 @@ def test_a_read_extent_is_locked_while_it_is_viewed(tmp_path: Path) -> None:
     mappings.close()
 
 
-def test_what_is_mapped_without_a_lock_is_bounded(tmp_path: Path) -> None:
+def test_the_mapping_of_a_file_that_is_another_extent_now_serves_that_one(tmp_path: Path) -> None:
     mappings = Mappings(60.0, 10)
-    half = UNLOCKED_BYTES // 2
-    paths = [tmp_path / str(number) for number in range(3)]
+    path = made(tmp_path / "000000", value=3)
+    before, memory = mappings.get(place(path)) or pytest.fail()
+    address = memory.ctypes.data
+    del memory
+    moved = path.rename(tmp_path / "000001")
+    moved.write_bytes(bytes([4]) * MIB)
+    after, memory = mappings.get(place(moved)) or pytest.fail()
+    assert memory.ctypes.data == address
+    assert (memory == 4).all()
+    assert after is not before
+    assert not after.chunks, "what was verified was another extent's"
+    assert len(mappings) == 1
+    assert not is_free(moved)
+    assert mappings.get(place(path)) is None
+    mappings.close()
+
+
+def test_a_file_of_another_size_is_mapped_anew(tmp_path: Path) -> None:
+    mappings = Mappings(60.0, 10)
+    path = made(tmp_path / "000000", value=3)
+    assert mappings.get(place(path)) is not None
+    moved = path.rename(tmp_path / "000001")
+    os.truncate(moved, 2 * MIB)
+    found, memory = mappings.get(place(moved)) or pytest.fail()
+    assert (found.size_bytes, len(memory)) == (2 * MIB, 2 * MIB)
+    mappings.close()
+
+
+def test_the_mapping_of_a_released_extent_is_kept_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arrow_tq.client.samehost.mappings.PERIOD_S", 0.05)
+    monkeypatch.setattr("arrow_tq.client.samehost.mappings.KEEP_S", 1.0)
+    mappings = Mappings(60.0, 10)
+    paths = [made(tmp_path / str(number)) for number in range(2)]
     for path in paths:
-        path.touch()
-        os.truncate(path, half)
         assert mappings.get(place(path)) is not None
-    assert [is_free(path) for path in paths] == [True, True, False]
-    mappings.drop(["2"])
-    assert is_free(paths[2])
+    paths[0].rename(tmp_path / "recycled")
+    time.sleep(0.3)
+    assert len(mappings) == 2
+    wait_until(lambda: len(mappings) == 1, 5)
+    assert mappings.get(place(paths[1])) is not None
     mappings.close()
 
 

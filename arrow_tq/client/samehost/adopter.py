@@ -210,6 +210,8 @@ class Adopter:
                 self._adopt(files)
             except Exception as error:
                 self._fault(files, error)
+            # Not held while nothing comes: chunks view the files that they are in.
+            del files
 
     def _fault(self, files: Sequence[Sequence[Written]], error: Exception) -> None:
         """Whoever waits is told: a thread must not end with chunks in its hands."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -13,9 +14,9 @@ from arrow_tq.client.samehost.locking import Memory, lock_shared, viewed
 
 KEEP_S = 8.0
 """How long a mapping is kept that nothing was written to."""
-KEEP_BYTES = 64 << 20
+KEEP_BYTES = 512 << 20
 """Mapped and neither written nor viewed, at most, over all shards of a client; half of it where
-none came back lately."""
+none came back lately. The server counts this memory, and frees it when it likes: to us it is page tables."""
 
 
 class WritableFile:
@@ -35,8 +36,11 @@ class WritableFile:
         self.kept_at = 0.0
 
     def memory(self) -> Memory:
-        """All of it, locked. Raises ``OSError`` where the server takes it for something else."""
+        """All of it, locked. Raises ``OSError`` where the server takes it for something else, or cut it."""
         lock = lock_shared(f"/proc/self/fd/{self._descriptor}", os.O_RDWR)
+        if os.fstat(lock).st_size < self.size_bytes:
+            os.close(lock)
+            raise OSError(errno.ESTALE, "the server cut it")
         return viewed(self._mapping, lock, self.size_bytes)
 
     def is_deleted(self) -> bool:

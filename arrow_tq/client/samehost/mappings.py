@@ -17,10 +17,10 @@ from arrow_tq_schemas.commands import ExtentPlace
 from arrow_tq_schemas.ids import ChunkId
 
 PERIOD_S = 1.0
-"""How often mappings are looked through: what the server released is let go within this time."""
-UNLOCKED_BYTES = 256 << 20
-"""Mapped at most without a lock while nobody views it. The server need not wait for us to use such a file
-again; one that it deletes is memory that it counts no more, until we look through. The rest stays locked."""
+"""How often mappings are looked through."""
+KEEP_S = 8.0
+"""How long the mapping of a released extent is kept after its last use: its file may come back as another."""
+Inode = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,12 @@ class Seen:
 class Mapping:
     """One extent, locked while anybody views it: ``memory`` gives what is viewed.
 
-    Without a view the server may give the file to another extent, and the mapping is of no use any more.
+    Without a view the server may give the file to another extent, which then has the mapping, or free its
+    memory, mapped or not.
     """
 
     path: Path
-    inode: tuple[int, int]
+    inode: Inode
     size_bytes: int
     used_at: float
     chunks: dict[ChunkId, Seen] = slot(default_factory=dict)
@@ -49,8 +50,13 @@ class Mapping:
     _memory: Callable[[], Memory | None] = slot(default=lambda: None)
 
     @classmethod
-    def open(cls, path: Path) -> tuple[Mapping, Memory] | None:
+    def open(
+        cls, path: Path, known: Callable[[Inode], Mapping | None] = lambda inode: None
+    ) -> tuple[Mapping, Memory] | None:
         """Map the file that has this name while it is locked; None where there is none, or not for us.
+
+        Args:
+            known: gives what was mapped of the same file when it was another extent: its pages are there.
 
         The server renames or unlinks an extent before it tries for the exclusive lock under which its memory
         becomes another's. So a name that still leads to the locked file says that it is the extent of that
@@ -64,13 +70,17 @@ class Mapping:
             status = os.fstat(descriptor)
             if not status.st_size:
                 return None
-            # It keeps a duplicate of the descriptor: one that is never locked.
-            mapping = mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
+            inode = (status.st_dev, status.st_ino)
+            before = known(inode)
+            if before is not None and before.size_bytes == status.st_size:
+                mapping = before._mapping
+            else:
+                # It keeps a duplicate of the descriptor: one that is never locked.
+                mapping = mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
         except (OSError, ValueError):
             return None
         finally:
             os.close(descriptor)
-        inode = (status.st_dev, status.st_ino)
         found = cls(path, inode, status.st_size, time.monotonic(), _mapping=mapping)
         memory = found.memory()
         return None if memory is None else (found, memory)
@@ -102,10 +112,10 @@ class Mapping:
 
 
 class Mappings:
-    """A bounded cache of mappings. Thread-safe.
+    """A bounded cache of mappings, without a lock where nobody views them. Thread-safe.
 
-    A thread lets go of what the server released and of what nobody asked for in a while; it runs while
-    there are any.
+    The server uses and frees such files as if nobody had mapped them. A thread lets go of what nobody asked
+    for in a while, and earlier of what was released; it runs while there are any.
 
     Args:
         idle_s: a mapping that is not used for so long is let go.
@@ -117,8 +127,8 @@ class Mappings:
         self._extents_max = int(extents_max)
         self._changed = threading.Condition()
         self._by_token: dict[str, Mapping] = {}
-        self._held: dict[str, Memory] = {}
-        """Of those that stay locked, viewed or not."""
+        self._tokens: dict[Inode, str] = {}
+        """Of the latest extent in each file."""
         self._running = False
 
     def __len__(self) -> int:
@@ -133,12 +143,12 @@ class Mappings:
                 self.drop([place.token])
                 return None
         else:
-            opened = Mapping.open(Path(place.path))
+            opened = Mapping.open(Path(place.path), self._known)
             if opened is None:
                 return None
             found, memory = opened
             with self._changed:
-                self._add(place.token, found, memory)
+                self._add(place.token, found)
                 self._start()
         found.used_at = time.monotonic()
         return found, memory
@@ -146,22 +156,29 @@ class Mappings:
     def drop(self, tokens: Iterable[str]) -> None:
         """Let go of these: the next ``get`` maps them anew."""
         for token in tokens:
-            self._by_token.pop(token, None)
-            self._held.pop(token, None)
+            mapping = self._by_token.pop(token, None)
+            if mapping is not None and self._tokens.get(mapping.inode) == token:
+                del self._tokens[mapping.inode]
 
     def close(self) -> None:
         """Let go of all; views that were given out keep theirs."""
         with self._changed:
             self._by_token.clear()
-            self._held.clear()
+            self._tokens.clear()
             self._changed.notify_all()
 
-    def _add(self, token: str, mapping: Mapping, memory: Memory) -> None:
-        """Keep it, down to the bound; the lock is held."""
-        free = sum(one.size_bytes for other, one in self._by_token.items() if other not in self._held)
+    def _known(self, inode: Inode) -> Mapping | None:
+        """What is mapped of this file."""
+        token = self._tokens.get(inode)
+        return None if token is None else self._by_token.get(token)
+
+    def _add(self, token: str, mapping: Mapping) -> None:
+        """Keep it, down to the bound, instead of what its file was before; the lock is held."""
+        before = self._tokens.get(mapping.inode)
+        if before is not None and before != token:
+            self.drop([before])
         self._by_token[token] = mapping
-        if free + mapping.size_bytes > UNLOCKED_BYTES:
-            self._held[token] = memory
+        self._tokens[mapping.inode] = token
         while len(self._by_token) > self._extents_max:
             self.drop([min(self._by_token, key=lambda token: self._by_token[token].used_at)])
 
@@ -178,9 +195,10 @@ class Mappings:
             self._running = False
 
     def _sweep(self, mappings: Iterable[tuple[str, Mapping]]) -> None:
-        before = time.monotonic() - self._idle_s
+        now = time.monotonic()
         for token, mapping in mappings:
-            if mapping.used_at < before or not mapping.is_named():
+            idle_s = now - mapping.used_at
+            if idle_s > self._idle_s or (idle_s > KEEP_S and not mapping.is_named()):
                 self.drop([token])
 
 
