@@ -24,7 +24,8 @@ from arrow_tq_schemas.ids import ChunkId
 from arrow_tq_schemas.tickets import PutStream
 
 WINDOW_BYTES = 512 << 10
-"""What is read at a time, a larger chunk alone: it is hashed while it is in the cache."""
+"""What is read at a time: it is hashed while it is in the cache. A larger chunk alone, and at once where its
+values have bounds to be looked at."""
 Located = tuple[ChunkId, Entry]
 Verdict = dict[str, object] | None
 IsHere = Callable[[ChunkId, str, str], bool]
@@ -146,9 +147,32 @@ class Adoption:
             f"{self._extent.used_bytes} and {self._file.size_bytes}"
         )
 
+    def _parts(self, told: _Told, memory: memoryview | None, first: int) -> Iterator[memoryview]:
+        """What is before a chunk's values, and these: in one, or in pieces where they need not be looked at.
+
+        A piece is there until the next one. Raises ``Torn``.
+        """
+        plan, offset = told.plan, told.offset
+        values_end = plan.values_at + plan.values_bytes
+        if memory is None and not self._in_pieces(plan):
+            memory, first = self._read(offset, plan.length), offset
+        if memory is not None:
+            message = memory[offset - first : told.end - first]
+            yield message[: plan.values_at]
+            yield message[plan.values_at : values_end]
+            return
+        yield self._read(offset, plan.values_at)
+        for low in range(plan.values_at, values_end, WINDOW_BYTES):
+            yield self._read(offset + low, min(WINDOW_BYTES, values_end - low))
+
+    def _in_pieces(self, plan: BatchPlan) -> bool:
+        return plan.length > WINDOW_BYTES and not self._bounded
+
     def _memory(self, window: Sequence[_Told]) -> memoryview | None:
-        """The window's bytes; None where some are not there: then each chunk is read by itself."""
+        """The bytes of a window; None where they are not all there, or a chunk is read by itself."""
         first = window[0].offset
+        if self._in_pieces(window[0].plan):
+            return None
         try:
             return self._read(first, window[-1].end - first)
         except Torn:
@@ -166,19 +190,18 @@ class Adoption:
             if self._is_here(chunk_id, run, told.checksum):
                 return None
             raise self._misplaced(chunk_id, offset, plan)
-        if memory is None:
-            try:
-                memory, first = self._read(offset, plan.length), offset
-            except Torn as error:
-                raise MalformedMessage(f"chunk {chunk_id.hex}: {error}") from None
-        values_at = offset - first + plan.values_at
-        if bytes(memory[offset - first : values_at]) != extent.layout.head(plan, 0, told.raw):
-            raise MalformedMessage(
-                f"chunk {chunk_id.hex}: the message at {offset} is not the one of its header"
-            )
-        values = memory[values_at : values_at + plan.values_bytes]
+        parts = self._parts(told, memory, first)
         digest = begin_checksum(chunk_id, run, told.epoch, field, told.start, plan.rows)
-        digest.update(values)
+        values = memoryview(b"")
+        try:
+            if bytes(next(parts)) != extent.layout.head(plan, 0, told.raw):
+                raise MalformedMessage(
+                    f"chunk {chunk_id.hex}: the message at {offset} is not the one of its header"
+                )
+            for values in parts:
+                digest.update(values)
+        except Torn as error:
+            raise MalformedMessage(f"chunk {chunk_id.hex}: {error}") from None
         if digest.hexdigest() != told.checksum:
             raise MalformedMessage(
                 f"chunk {chunk_id.hex}: its values do not have the checksum {told.checksum}"

@@ -18,6 +18,7 @@ from arrow_tq import errors, fields
 from arrow_tq.layout.appender import Appender
 from arrow_tq.layout.columns import ColumnLayout
 from arrow_tq.store import Engine, EngineConfig
+from arrow_tq.store.adopting import WINDOW_BYTES
 from arrow_tq.store.extent_key import ExtentKey
 from arrow_tq_schemas.chunks import ChunkHeader, checksum
 from arrow_tq_schemas.commands import (
@@ -228,6 +229,28 @@ def test_a_file_that_its_writer_cuts(engine: Engine) -> None:
     os.ftruncate(client.descriptor, 4096)
     assert stored(engine, first) is None
     assert engine.stats()["corrupt_chunks_total"] == 1
+
+
+def test_a_large_chunk_is_looked_at_to_its_last_byte(engine: Engine) -> None:
+    client = Client(engine, TOKENS, 16 * MIB)
+    values = np.arange(2 * WINDOW_BYTES // 4 + 11, dtype=np.int32)
+    head = client.layout.plan(len(values), False, len(client.write(values).header)).values_at
+    for place in (0, WINDOW_BYTES - 1, WINDOW_BYTES, 2 * WINDOW_BYTES, values.nbytes - 1):
+        chunk = client.write(values)
+        client.memory[chunk.offset + head + place] ^= 1
+        (verdict,) = client.adopt(chunk)
+        assert isinstance(verdict, errors.MalformedMessage), place
+        assert "do not have the checksum" in str(verdict)
+    good, cut = client.write(values), client.write(values)
+    assert client.adopt(good) == [None]
+    assert np.array_equal(stored(engine, good), values)
+    end = cut.offset + head + values.nbytes - 8
+    del client.memory, client.appender
+    os.ftruncate(client.descriptor, end)
+    (verdict,) = client.adopt(cut)
+    assert isinstance(verdict, errors.MalformedMessage)
+    assert "expected to lie between" in str(verdict) or "cut at" in str(verdict)
+    assert engine.stats()["chunks"] == 1
 
 
 def test_a_cut_costs_what_lies_behind_it_alone(engine: Engine) -> None:
