@@ -9,7 +9,6 @@ from arrow_tq.bundles.collecting import no_collection
 from arrow_tq.bundles.column_rows import RowReader, glued
 from arrow_tq.bundles.dtypes import json_dtype
 from arrow_tq.bundles.infer import ATTACHMENT_ALIGN
-from arrow_tq.bundles.numbers import NumberLists
 from arrow_tq.bundles.objects import Decoder
 from arrow_tq.bundles.packed import unpack_value
 from arrow_tq.bundles.plans import Bytes, Sizes
@@ -87,15 +86,15 @@ class Column(RowReader):
 
     def _number_lists(self, dtype: np.dtype[np.generic]) -> list[object]:
         rows: list[object] = [None] * self.field.count
-        parts = [piece.memory.view(dtype) for piece in self.pieces["values"]]
-        made = NumberLists(parts if self._indices is None else ())
-        for piece, flat in zip(self.pieces["values"], parts, strict=True):
-            ends = self.ends(piece, dtype.itemsize)
+        for piece, starts, ends in self._cut(dtype.itemsize):
+            flat = piece.memory.view(dtype)
             if self._indices is None:
-                rows[piece.first : piece.first + piece.rows] = made.rows(flat, ends)
+                rows[piece.first : piece.first + piece.rows] = [
+                    flat[start:end].tolist() for start, end in zip(starts, ends, strict=True)
+                ]
             else:
                 for row in self._wanted(piece):
-                    rows[row] = flat[ends[row - piece.first] : ends[row - piece.first + 1]].tolist()
+                    rows[row] = flat[starts[row - piece.first] : ends[row - piece.first]].tolist()
         return rows
 
     def _flat_rows(self, dtype: np.dtype[np.generic]) -> list[object]:

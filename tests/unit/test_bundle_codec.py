@@ -126,23 +126,6 @@ def test_one_number_of_another_kind_is_found_wherever_it_is(numbers: list[object
         assert memory.layouts == {"x": "scalars" if fits or other is None else "objects", "y": "scalars"}
 
 
-@pytest.mark.parametrize("highest", [256, 257, 100_000, (1 << 31) - 1, 1 << 40])
-def test_ids_that_occur_often_are_the_same_objects_in_all_rows(highest: int) -> None:
-    random = np.random.default_rng(highest)
-    ids = random.integers(0, min(highest, 900) + 1, 9000)
-    ids[4500] = highest
-    rows = [row.tolist() for row in np.split(ids, np.sort(random.integers(0, 9000, 200)))]
-    value = {"x": rows, "y": [*rows, [-1]], "z": [[row, row] for row in rows], "empty": [[]] * 9}
-    memory = Memory(value, chunk_bytes=8 << 10)
-    for span_bytes in (None, 1 << 10):
-        got = memory.get(span_bytes=span_bytes)
-        same(value, got)
-        made = {id(number) for row in got["x"] for number in row if number > 256}
-        values = {number for row in rows for number in row if number > 256}
-        assert (len(made) == len(values)) == (highest <= 257), highest
-    same(value["x"][3:9], memory.get(["x"], rows=[3, 4, 5, 6, 7, 8])["x"])
-
-
 def test_an_empty_tensor_of_numpy_among_other_rows() -> None:
     import torch
 
