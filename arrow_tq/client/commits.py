@@ -34,6 +34,10 @@ from arrow_tq_schemas.errors import (
 
 COMMANDS_A_MESSAGE_MAX = 256
 MESSAGE_BYTES_AIM = 8 << 20
+GATHER_S, GATHER_SHARE = 0.0015, 0.5
+"""How long the next message waits for the threads that the last one answered, at most, and of what that took:
+a message costs both ends what three or four commands do."""
+GATHER_POLL_S = 0.0003
 
 
 SECTIONS: dict[type[Command], Section] = {
@@ -49,6 +53,7 @@ class Waiting:
     def __init__(self, asked: Asked, what: str) -> None:
         self.asked = asked
         self.what = what
+        self.asker = threading.get_ident()
         self._told: Told | None = None
         self._error: ArrowTQError | None = None
         # Held until it is told: an event would be a condition, with a lock and a queue of its own.
@@ -187,11 +192,23 @@ class Commits:
             if channel is not None and channel.old:
                 channel.close()
                 channel = None
+            began = monotonic()
             channel = self._exchange(channel, group)
+            askers = {one.asker for one in group if isinstance(one, Waiting)}
             # Not held while nothing comes: what rode along views the files that it is in.
             del group
+            self._gather(len(askers), monotonic() - began)
         if channel is not None:
             channel.close()
+
+    def _gather(self, answered: int, took_s: float) -> None:
+        """Let the threads that were answered ask what they ask next, so that it leaves together.
+
+        Left to itself, half of them travel while the other half asks. One alone is not waited for.
+        """
+        until = monotonic() + min(GATHER_S, took_s * GATHER_SHARE)
+        while 1 < answered > len(self._queue) and not self._finishing and monotonic() < until:
+            sleep(GATHER_POLL_S)
 
     def _take(self) -> list[Waiting | Riding] | None:
         """What waits now; None once nothing came for a while, and this thread is no longer the one."""

@@ -16,7 +16,7 @@ from arrow_tq.store.holding import ChunkHolder
 from arrow_tq_schemas.commands import StepCommit, StepResult
 from arrow_tq_schemas.errors import Conflict, Unavailable
 from arrow_tq_schemas.fields import TOKEN_FIELD
-from arrow_tq_schemas.receipts import Receipt, chunk_ids
+from arrow_tq_schemas.receipts import Receipt, chunk_ids, joined
 
 
 class Attempts:
@@ -53,7 +53,8 @@ class Attempts:
         return StepResult(step_id=step.step_id, error=error.to_wire())
 
     def _departure(self, stored: Sequence[Receipt], mine: Sequence[Receipt]) -> int | None:
-        for old, new in zip(stored, mine, strict=True):
+        # Either may have put the same rows in other pieces.
+        for old, new in zip(joined(stored), joined(mine), strict=True):
             before, now = self._tokens(old), self._tokens(new)
             if before is None or now is None:
                 # Released since: nothing is left to compare.

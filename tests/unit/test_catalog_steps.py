@@ -15,7 +15,7 @@ from arrow_tq.store.catalog.receipt_blobs import decode_receipts, encode_receipt
 from arrow_tq_schemas import errors
 from arrow_tq_schemas.commands import AbortSession, Done, OpenSession, StepResult, TaskSpec
 from arrow_tq_schemas.ids import ChunkId
-from arrow_tq_schemas.receipts import Receipt, StoredChunk, chunk_ids
+from arrow_tq_schemas.receipts import Receipt, StoredChunk, chunk_ids, joined
 from arrow_tq_schemas.spans import Span, from_spans
 from tests.catalog_scenes import Scene
 
@@ -154,6 +154,29 @@ class TestSteps:
         assert scene.pins.pinned == set(chunk_ids([first]))
         assert scene.catalog.chunk_states(chunk_ids([second])) == [None]
         assert scene.released == []
+
+    def test_a_retry_may_put_the_same_rows_in_other_pieces(self, scene: Scene) -> None:
+        scene.session("s")
+        pieces = [scene.receipt(rows=2), scene.receipt(start=2, rows=2)]
+        scene.commit(scene.step("s", "one", *pieces))
+        assert scene.commit(scene.step("s", "one", *joined(pieces))).step_index == 0
+        assert scene.commit(scene.step("s", "one", scene.receipt(rows=4))).step_index == 0
+        assert scene.pins.pinned == set(chunk_ids(pieces))
+
+    def test_the_same_null_rows_elsewhere_are_a_conflict(self, scene: Scene) -> None:
+        def holes(first: bool) -> Receipt:
+            """Eight rows in two chunks, one of which ends in null rows."""
+            (whole,) = joined([scene.receipt(), scene.receipt(start=4)])
+            chunks = [
+                chunk.model_copy(update={"valid": [(0, 2)] if first == (index == 0) else None})
+                for index, chunk in enumerate(whole.chunks)
+            ]
+            return whole.model_copy(update={"chunks": chunks})
+
+        scene.session("s")
+        scene.commit(scene.step("s", "one", holes(first=True)))
+        with pytest.raises(errors.Conflict, match="other rows"):
+            scene.commit(scene.step("s", "one", holes(first=False)))
 
     def test_another_step_of_the_same_id_is_a_conflict(self, scene: Scene) -> None:
         scene.session("s")

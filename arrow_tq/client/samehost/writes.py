@@ -28,6 +28,9 @@ CLEAN_UP_S = 10.0
 """How long a put that failed waits for its chunks before it drops them; an interrupted one in vain."""
 LOCK_WAIT_S = 0.1
 """For other threads' chunks of the same field; after that the wire, which copies more than once."""
+LOCK_POLL_S = 0.0003
+"""Whoever waits on a lock is handed it, and needs the interpreter too, from a thread that would go on: once
+some wait, each put changes threads. Who looks again after a moment costs the others nothing."""
 Held = list[tuple[Writer, Granted, Reserved]]
 
 
@@ -81,7 +84,7 @@ class HostWrites:
         held: Held = []
         try:
             for writer in writers:
-                if not writer.lock.acquire(timeout=LOCK_WAIT_S):
+                if not _lock(writer):
                     break
                 try:
                     found = writer.reserve(rows, header_bytes)
@@ -240,3 +243,15 @@ class HostPlace:
     def withdraw(self) -> None:
         if self._items:
             self._writes.withdraw(self._items[0].writer.run, self._items)
+
+
+def _lock(writer: Writer) -> bool:
+    """Take its lock; False where others had it for ``LOCK_WAIT_S``."""
+    if writer.lock.acquire(blocking=False):
+        return True
+    until = time.monotonic() + LOCK_WAIT_S
+    while time.monotonic() < until:
+        time.sleep(LOCK_POLL_S)
+        if writer.lock.acquire(blocking=False):
+            return True
+    return False

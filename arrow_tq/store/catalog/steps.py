@@ -17,7 +17,7 @@ from arrow_tq.store.catalog.tree import ROOT, check_fence, cut_reason, find_pare
 from arrow_tq.store.catalog.writer import Change
 from arrow_tq_schemas.errors import ArrowTQError, Conflict
 from arrow_tq_schemas.ids import ChunkId
-from arrow_tq_schemas.receipts import Receipt
+from arrow_tq_schemas.receipts import Receipt, joined
 
 _FIND_STEP = (
     "SELECT step_index, version, sampled_start, sampled_end, messages, tools_hash, parent_id, receipts, id "
@@ -198,15 +198,16 @@ def _is_committed(connection: apsw.Connection, chunk_id: ChunkId) -> bool:
 
 def _shape(receipts: Sequence[Receipt]) -> list[tuple[object, ...]]:
     """What two writes of the same rows have in common: fields, places, which rows are null."""
-    return [
-        (
-            receipt.field,
-            receipt.start,
-            receipt.rows,
-            [tuple(run) for chunk in receipt.chunks for run in chunk.valid or ()],
-        )
-        for receipt in receipts
-    ]
+    return [(one.field, one.start, one.rows, _valid(one)) for one in joined(receipts)]
+
+
+def _valid(receipt: Receipt) -> list[tuple[int, int]]:
+    """Positions of rows that are not null, in runs that do not touch, however they were cut into chunks."""
+    runs: list[tuple[int, int]] = []
+    for span in receipt.spans():
+        begin = runs.pop()[0] if runs and runs[-1][1] == span.start else span.start
+        runs.append((begin, span.end))
+    return runs
 
 
 def _spell(receipts: Sequence[Receipt]) -> str:
