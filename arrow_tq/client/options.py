@@ -40,7 +40,7 @@ class ClientOptions:
         keepalive_s: how often an idle connection is probed, so that load balancers keep it; servers end
             connections that are probed more often than every 300 s.
         same_host: map the server's extents where it runs on this machine as a user whose files can be read.
-        map_idle_s: a mapped extent that nobody reads for so long is let go; a released one within a second.
+        map_idle_s: a mapped extent that nobody reads for so long is let go; a released one after 8 s.
         map_extents_max: extents mapped at a time; each takes a file descriptor, two while it is viewed.
         fork_wait_s: how long a fork waits for connections to be let go; only then can the child connect.
     """

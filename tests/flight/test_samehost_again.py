@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -156,6 +157,29 @@ def test_what_is_viewed_is_not_written_over(own: Server) -> None:
         assert store.stats()["zombie_bytes"] > 0
         del view, before
         wait_until(lambda: store.stats()["zombie_bytes"] == 0, 5)
+
+
+def test_what_the_server_frees_is_free_at_once(tmp_path: Path) -> None:
+    """Two runs that need each other's memory: what a client keeps mapped of one is not held from the other."""
+    flags = ("--set", f"capacity_bytes={64 * MIB}")
+    freed = 0
+    with (
+        Server(tmp_path / "data", tmp_path / "memory", *flags) as own,
+        arrow_tq.connect(own.url) as store,
+        arrow_tq.connect(own.url) as reader,
+    ):
+        for seed in range(6):
+            ref = store.put_bundle({"x": np.full(3 * ROUND_BYTES, seed, np.uint8)}, run=f"r{seed % 2}")
+            for file in list(kept(store)._files.values()):
+                if file.is_deleted():
+                    freed += 1
+                    assert os.fstat(file._descriptor).st_blocks == 0
+            assert (reader.get_bundle(ref)["x"] == seed).all()
+            gc.collect()
+            store.delete_bundle(ref)
+            wait_until(lambda: store.stats()["zombie_bytes"] == 0, 5)
+        assert store.stats()["client_host_puts"] > 0
+    assert freed
 
 
 def test_an_idle_client_keeps_nothing(own: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,15 @@ def test_what_is_kept_is_bounded_in_size_and_time(tmp_path: Path) -> None:
     assert kept.kept_bytes == 0
 
 
+def test_what_is_kept_is_bounded_in_descriptors(tmp_path: Path) -> None:
+    kept = KeptFiles(keep_files=2)
+    for number in range(5):
+        kept.keep(WritableFile(str(made(tmp_path / str(number))), MIB))
+    assert kept.kept_bytes == 2 * MIB
+    assert kept.take(str(tmp_path / "2"), MIB) is None
+    assert kept.take(str(tmp_path / "3"), MIB) is not None
+
+
 def test_a_deleted_file_is_let_go(tmp_path: Path) -> None:
     kept = KeptFiles()
     first, second = made(tmp_path / "1"), made(tmp_path / "2")

@@ -17,6 +17,8 @@ KEEP_S = 8.0
 KEEP_BYTES = 512 << 20
 """Mapped and neither written nor viewed, at most, over all shards of a client; half of it where
 none came back lately. The server counts this memory, and frees it when it likes: to us it is page tables."""
+KEEP_FILES = 64
+"""At most, each with two descriptors."""
 
 
 class WritableFile:
@@ -54,9 +56,12 @@ class KeptFiles:
     The server may give such a file to another client of the run, or delete it. Thread-safe.
     """
 
-    def __init__(self, keep_s: float = KEEP_S, keep_bytes: int = KEEP_BYTES) -> None:
+    def __init__(
+        self, keep_s: float = KEEP_S, keep_bytes: int = KEEP_BYTES, keep_files: int = KEEP_FILES
+    ) -> None:
         self._keep_s = keep_s
         self._keep_bytes = keep_bytes
+        self._keep_files = keep_files
         self._lock = threading.Lock()
         self._files: dict[tuple[int, int], WritableFile] = {}
         """The least recently kept first."""
@@ -92,8 +97,9 @@ class KeptFiles:
             bound = (
                 self._keep_bytes if file.kept_at < self._again_at + self._keep_s else self._keep_bytes // 2
             )
-            while sum(one.size_bytes for one in self._files.values()) > bound:
-                del self._files[next(iter(self._files))]
+            files = self._files
+            while len(files) > self._keep_files or sum(one.size_bytes for one in files.values()) > bound:
+                del files[next(iter(files))]
 
     def tend(self) -> bool:
         """Let go of what was deleted, and of what did not come back in time; whether any is left."""
