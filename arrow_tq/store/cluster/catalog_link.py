@@ -18,10 +18,11 @@ from arrow_tq_schemas.cluster import (
     GetRun,
     JoinCluster,
     Joined,
+    LeaveCluster,
     News,
     States,
 )
-from arrow_tq_schemas.commands import Command, GetSegments, Reply, RunInfo, Wire, unpack_reply
+from arrow_tq_schemas.commands import Command, Done, GetSegments, Reply, RunInfo, Wire, unpack_reply
 from arrow_tq_schemas.errors import DeadlineExceeded, InternalError, NotFound, Unavailable, Unreachable
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
@@ -30,6 +31,7 @@ Body = TypeVar("Body", bound=Wire)
 CALL_S = 10.0
 BEAT_S = 3.0
 """Deadline of one beat."""
+LEAVE_S = 2.0
 RUN_S = 5.0
 """Age at which a run's declaration, with its epoch, is asked again."""
 IDS_MAX = 50_000
@@ -113,6 +115,10 @@ class CatalogLink:
     def beat(self, command: Beat) -> News:
         """See ``Beat``."""
         return self._body(command, News, BEAT_S + command.wait_s)
+
+    def leave(self, command: LeaveCluster) -> None:
+        """See ``LeaveCluster``. Nobody waits for a catalog that is away."""
+        self._body(command, Done, LEAVE_S)
 
     def close(self) -> None:
         """Let go of the connection."""
