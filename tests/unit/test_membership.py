@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from arrow_tq.backend import Rows
+from arrow_tq.store.cluster import membership as membership_module
 from arrow_tq.store.cluster.catalog_link import CatalogLink
 from arrow_tq.store.cluster.held import held, held_rows
 from arrow_tq.store.cluster.membership import Membership
@@ -154,21 +155,26 @@ def test_an_answer_that_was_read_late_is_as_old_as_its_question(
     wait_until(lambda: membership.joined)
     with pytest.raises(Unavailable, match="may not be shard 3 any more"):
         membership.check()
+    catalog.beats = catalog.counts_on_it
+    wait_until(lambda: _answers(membership))
 
     def late() -> News:
         clock.pass_by(FENCE_S)
         return catalog.counts_on_it()
 
     catalog.beats = late
-    with pytest.raises(Unavailable, match="may not be shard 3 any more"):
-        membership.check()
+    clock.pass_by(LEASE_S + 1)
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="may not be shard 3 any more"):
+            membership.check()
     catalog.beats = catalog.counts_on_it
     wait_until(lambda: _answers(membership))
 
 
 def test_who_was_replaced_answers_nothing_again(
-    joined: Membership, catalog: SlowCatalog, clock: Clock
+    joined: Membership, catalog: SlowCatalog, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(membership_module, "TEND_S", 0.01)
     catalog.beats = catalog.has_another
     clock.pass_by(LEASE_S + 1)
     with pytest.raises(Unavailable, match=r"not the shard any more .*epoch 1 is over"):
@@ -182,12 +188,35 @@ def test_who_was_replaced_answers_nothing_again(
         joined.check_named(3, 1)
     assert caught.value.details["current"] == 2
     assert not joined.joined
-    assert not catalog.asked.is_set(), "nor does it join again"
+    assert not catalog.asked.wait(1.0), "nor does it join again"
 
 
 def test_who_is_stopped_says_so_and_answers_nothing(joined: Membership, catalog: SlowCatalog) -> None:
     joined.stop()
     assert catalog.left == [LeaveCluster(number=3, epoch=1, lock=LOCK)]
+    with pytest.raises(Unavailable, match="is being stopped"):
+        joined.check()
+
+
+def test_a_beat_that_outlasts_its_process_s_leaving_changes_nothing(
+    joined: Membership, catalog: SlowCatalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership_module, "STOP_S", 0.01)
+    under_way, let_go, done = threading.Event(), threading.Event(), threading.Event()
+
+    def slow() -> News:
+        under_way.set()
+        assert let_go.wait(WAIT_S)
+        done.set()
+        return catalog.counts_on_it()
+
+    catalog.beats = slow
+    assert under_way.wait(WAIT_S)
+    joined.stop()
+    assert len(catalog.left) == 1
+    let_go.set()
+    assert done.wait(WAIT_S)
+    time.sleep(0.1)
     with pytest.raises(Unavailable, match="is being stopped"):
         joined.check()
 

@@ -7,16 +7,17 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from arrow_tq import errors
 from arrow_tq.client.options import ClientOptions
+from arrow_tq.store.cluster import shard_map as shard_map_module
 from arrow_tq.store.cluster.shard_map import Member, ShardMap
 from arrow_tq.store.cluster.shard_set import ShardSet
 from arrow_tq.store.shard import Shard
 from arrow_tq.store.shard_config import ShardConfig
-from arrow_tq.testing.scenes import wait_until
 from arrow_tq_schemas.cluster import (
     Beat,
     Confirmed,
@@ -155,20 +156,21 @@ def test_a_process_that_left_leaves_its_number(tmp_path: Path) -> None:
     assert known.is_up(1)
 
 
-def test_a_number_is_free_once_its_process_was_not_answered_for_long(tmp_path: Path) -> None:
-    node, known = uuid.uuid4().hex, shard_map(tmp_path, lease_s=0.2, fence_s=0.1)
+def test_a_number_is_free_once_its_process_was_not_answered_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(shard_map_module, "time", clock)
+    node, known = uuid.uuid4().hex, shard_map(tmp_path, lease_s=20.0, fence_s=10.0)
     joined = join(known, node)
-    assert joined.fence_s == 0.2, "it asks before it ends"
-    told_at = time.monotonic()
-
-    def is_free() -> bool:
-        try:
-            return join(known, node, number=1, lock=OTHER_LOCK).epoch == 2
-        except errors.Unavailable:
-            return False
-
-    wait_until(is_free)
-    assert time.monotonic() - told_at > 0.19
+    assert joined.fence_s == 20.0, "it asks before it ends"
+    clock.now += 19
+    known.beat(beat(joined))
+    clock.now += 19
+    with pytest.raises(errors.Unavailable, match=r"for 1\.0 s"):
+        join(known, node, number=1, lock=OTHER_LOCK)
+    clock.now += 1
+    assert join(known, node, number=1, lock=OTHER_LOCK).epoch == 2
     with pytest.raises(errors.StaleEpoch, match="epoch 1 is over"):
         known.beat(beat(joined))
 
