@@ -34,6 +34,8 @@ BEAT_S = 3.0
 LEAVE_S = 2.0
 RUN_S = 5.0
 """Age at which a run's declaration, with its epoch, is asked again."""
+AGAIN_S = 2.0
+"""Deadline of asking again for what is known: nobody waits long for it."""
 IDS_MAX = 50_000
 """Chunk ids in one question."""
 
@@ -57,15 +59,18 @@ class CatalogLink:
         known = self._runs.get(run)
         if known is not None and time.monotonic() - known[0] < RUN_S and known[1].epoch >= epoch:
             return known[1]
-        try:
+        if known is None:
             return self._refreshed(run)
+        try:
+            return self._refreshed(run, AGAIN_S)
         except Unavailable:
-            if known is None:
-                raise
-            return known[1]
+            # It goes on being true, and is not asked for again at once: each call would wait for it.
+            return self._noted(run, known[1])
 
-    def _refreshed(self, run: str) -> RunInfo:
-        info = self._body(GetRun(run=run), RunInfo)
+    def _refreshed(self, run: str, deadline_s: float = CALL_S) -> RunInfo:
+        return self._noted(run, self._body(GetRun(run=run), RunInfo, deadline_s))
+
+    def _noted(self, run: str, info: RunInfo) -> RunInfo:
         with self._lock:
             self._runs[run] = time.monotonic(), info
         return info
