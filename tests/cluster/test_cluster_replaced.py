@@ -33,7 +33,7 @@ from tests.clusters import Cluster
 from tests.flight import wire
 from tests.serving import Server
 
-LEASE_S, FENCE_S = 1.0, 4.0
+LEASE_S, FENCE_S, LONGER_S = 1.0, 4.0, 15.0
 AGES_S = 600.0
 """Longer than a test: who joins has proved that it may."""
 REFUSED_S = 30.0
@@ -145,6 +145,30 @@ def test_a_killed_shard_is_back_at_once_on_its_own_directory(tmp_path: Path) -> 
         wait_until(lambda: scene.epoch() == 2, REFUSED_S)
         scene.cluster.wait()
         check_session(scene.run, "moved", [0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_shard_goes_on_without_its_catalog_until_another_may_be_it(tmp_path: Path) -> None:
+    with scene_of(tmp_path, LONGER_S) as scene, flight.FlightClient(scene.old.url) as client:
+        ticket = wire.span_ticket(fields.token_ids(), scene.run.name, scene.spans())
+        before = wire.get(client, ticket)
+
+        def answers() -> bool:
+            try:
+                return wire.get(client, ticket) == before
+            except errors.Unavailable as error:
+                assert "may not be shard" in error.message
+                return False
+
+        scene.cluster.catalog.kill()
+        # Its lease runs out in this time, by far.
+        time.sleep(3 * LEASE_S)
+        assert answers()
+        wait_until(lambda: not answers(), REFUSED_S)
+        scene.cluster.start_catalog()
+        wait_until(answers, REFUSED_S)
+        assert scene.epoch() == 1
 
 
 # -- what was stopped ---------------------------------------------------------------------------------
