@@ -184,6 +184,10 @@ class ShardEngine:
             return False
         return True
 
+    def check_serving(self) -> None:
+        """Raises ``Unavailable`` where this process does not hold the shard now."""
+        self._membership.check()
+
     def field(self, run: str, name: str) -> Field:
         """The declared field; raises ``NotFound``."""
         return self._catalog.field(run, name)
@@ -298,7 +302,7 @@ class ShardEngine:
         self._membership.check()
 
     def read(self, request: Read) -> Iterator[Rows]:
-        """Zero-copy rows, one block a span."""
+        """Zero-copy rows, one block a span. Whoever sends them asks ``check_serving`` for each message."""
         self._check_open()
         self._membership.check()
         return held_rows(self._rows(request), self._membership.check)
