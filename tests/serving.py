@@ -105,7 +105,8 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.process.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            # By its descriptor: it may have ended since, and its process id be another's.
+            self.process.kill()
             self.process.wait(STOP_S)
         if isinstance(self.process, WarmProcess):
             self.process.close()

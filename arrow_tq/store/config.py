@@ -26,6 +26,7 @@ class ClusterConfig:
         host: boot id of this machine.
         holds_chunks: whether this process is a shard of the cluster too, number 0.
         lease_s: a shard that was not heard of for so long is down.
+        fence_s: one that was not heard of for so long answers nothing, and another process may be it.
         token: what this process shows to shards; one with ``admin`` for every run.
         tls: what it shows and checks on TLS connections to shards.
     """
@@ -34,6 +35,7 @@ class ClusterConfig:
     host: str
     holds_chunks: bool = True
     lease_s: float = 5.0
+    fence_s: float = 60.0
     token: str | None = None
     tls: Tls | None = None
 

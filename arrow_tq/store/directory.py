@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ OWNER_NOTE = "data_dir"
 """In a memory directory: the data directory that it belongs to."""
 CAPACITY_SHARE = 0.8
 """Share of the free space that a store takes at most when nobody says."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,17 @@ class Directory:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, owner, 0)
         return cls(path, descriptor, os.getpid())
+
+    def lock_id(self) -> str:
+        """The locked file on this machine since its start, as 32 hex digits. Of two processes that have the
+        same one the earlier has ended; a copied directory has another.
+        """
+        if not BOOT_ID.exists():
+            return uuid.uuid4().hex
+        # An inode is used again only when nobody has the file open any more, which its locker has.
+        found = os.fstat(self.descriptor)
+        name = f"{BOOT_ID.read_text().strip()} {found.st_dev} {found.st_ino}"
+        return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
     def memory_dir(self, wanted: Path | None) -> Path:
         """The memory tier's directory: as asked, else as before, else under the data directory."""

@@ -166,6 +166,9 @@ class Engine:
             return False
         return True
 
+    def check_serving(self) -> None:
+        """Nobody else serves this store: its directory is locked."""
+
     def field(self, run: str, name: str) -> Field:
         """The declared field, or that of blobs or bundles; raises ``NotFound`` naming those of the run."""
         if name == BUNDLE_FIELD.name:

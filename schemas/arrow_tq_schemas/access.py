@@ -106,7 +106,16 @@ def _open_run(command: c.Command) -> Need:
     return Need(frozenset(["write"] if changes else []), frozenset([command.run]))
 
 
-_WITHIN = (n.JoinCluster, n.Beat, n.ChunkStates, n.ConfirmChunks, n.FetchChunks, n.DigestChunks, n.TendChunks)
+_WITHIN = (
+    n.JoinCluster,
+    n.Beat,
+    n.LeaveCluster,
+    n.ChunkStates,
+    n.ConfirmChunks,
+    n.FetchChunks,
+    n.DigestChunks,
+    n.TendChunks,
+)
 RULES: dict[type[c.Command], Rule] = {
     c.OpenRun: _open_run,
     c.SetPolicyVersion: _of_run("write"),

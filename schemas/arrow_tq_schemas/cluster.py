@@ -2,7 +2,9 @@
 
 A **shard** is a numbered part of the chunk space. The catalog keeps the versioned map of them; a shard
 joins under its number and proves by beats that it is there. Each join makes a new **epoch** of the shard:
-whatever calls a shard names its epoch, and a process of an older one answers nothing.
+whatever calls a shard names its epoch, and a process of an older one answers nothing. So a number is given
+to another process only when the one before cannot answer any more: it said so (``LeaveCluster``), it was not
+answered for as long as it was told (``Joined.fence_s``), or its data directory is locked by the next one.
 
 Commands to a shard (``ToShard``) come from the catalog alone. None of them needs a request id: said again,
 each does the same again. So does a beat, and a join makes one epoch more.
@@ -88,6 +90,9 @@ class JoinCluster(Command):
     caches: bool = False
     number: ShardNumber | None = None
     """The number that it had before; None: a new shard."""
+    lock: Hex128
+    """Of its data directory, as it lies on its machine: of two processes with the same one, the earlier has
+    ended."""
 
 
 class Joined(Wire):
@@ -96,6 +101,9 @@ class Joined(Wire):
     number: ShardNumber
     epoch: Count
     lease_s: float
+    """After so long without a beat it is down, and asks before it answers."""
+    fence_s: float
+    """After so long without a beat another process may have its number, and it answers nothing."""
     catalog: Hex128
 
 
@@ -105,6 +113,8 @@ class Beat(Command):
     verb: ClassVar[str] = "shard_beat"
     number: ShardNumber
     epoch: Count
+    lock: Hex128
+    """As it joined: a catalog that lost its map counts epochs from 1 again."""
     used_bytes: Count
     capacity_bytes: Count
     catalog: Hex128 | None = None
@@ -125,6 +135,15 @@ class News(Wire):
     """Some news were lost (the catalog started anew, or had too many): ask for the state of everything."""
     more: bool = False
     catalog: Hex128
+
+
+class LeaveCluster(Command):
+    """A shard ends: from now on it answers nothing, and another process may have its number."""
+
+    verb: ClassVar[str] = "leave_cluster"
+    number: ShardNumber
+    epoch: Count
+    lock: Hex128
 
 
 class ChunkStates(Command):

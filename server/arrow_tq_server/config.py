@@ -78,6 +78,13 @@ class ServerConfig(BaseSettings):
     lease_s: float = Setting(
         default=5.0, gt=0, description="A shard that the catalog has not heard of for so long is down."
     )
+    fence_s: float = Setting(
+        default=60.0,
+        gt=0,
+        description="A shard that does not reach its catalog goes on answering for so long (for `lease_s` "
+        "where that is longer), and then stops. Nobody else gets its number before, unless it was stopped "
+        "in order or its successor has locked the same directory on the same machine.",
+    )
     cache_bytes: int = Setting(
         default=0,
         ge=0,

@@ -216,6 +216,7 @@ def _open(config: ServerConfig, ports: Ports, tls: Tls | None) -> Engine | Shard
         host=config.host_id or boot_id(),
         holds_chunks=config.role == "all",
         lease_s=config.lease_s,
+        fence_s=config.fence_s,
         token=config.cluster_token,
         tls=within,
     )

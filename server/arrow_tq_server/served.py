@@ -24,6 +24,9 @@ class ServedEngine(Backend, Protocol):
     def has_run(self, run: str) -> bool:
         """Whether there is such a run."""
 
+    def check_serving(self) -> None:
+        """Whether what was made may be sent; raises ``Unavailable`` where another process serves by now."""
+
     def field(self, run: str, name: str) -> Field:
         """The declared field; raises ``NotFound``."""
 

@@ -205,7 +205,11 @@ class Service(flight.FlightServerBase):  # type: ignore[misc]
             for group in groups:
                 sizes = [batch.get_total_buffer_size() for batch in group]
                 self._metrics.get_bytes.inc(sum(sizes))
-                yield from [(batch, padding(size)) for batch, size in zip(group, sizes, strict=True)]
+                for message in [(batch, padding(size)) for batch, size in zip(group, sizes, strict=True)]:
+                    # The process may have been stopped since it was made, or since the one before left.
+                    self._engine.check_serving()
+                    yield message
+                del message
             self._metrics.get_s.observe(time.perf_counter() - began)
 
     def _describing(self) -> AbstractContextManager[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import threading
 import time
@@ -12,17 +11,13 @@ from dataclasses import dataclass, field as slot
 from pathlib import Path
 
 import numpy as np
-import pyarrow.flight as flight
 import pytest
 
 import arrow_tq
 from arrow_tq import errors, fields
 from arrow_tq.runs import Run
-from arrow_tq_schemas.ids import ChunkId
-from arrow_tq_schemas.spans import Span
 from tests.cluster.living import Living
 from tests.clusters import Cluster
-from tests.flight import wire
 
 TURN, STEPS = 8, 4
 TYPED_S = 15.0
@@ -238,30 +233,3 @@ def test_the_catalog_restarts_and_everybody_goes_on(cluster: Cluster) -> None:
                 thread.join(120)
         assert not load.wrong
         check_acked(run, load)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_replaced_shard_answers_nothing_under_its_old_epoch(cluster: Cluster, tmp_path: Path) -> None:
-    """The process is stopped, its folder goes to another machine, and then the process comes back."""
-    with arrow_tq.connect(cluster.url) as store:
-        run = store.run("load", fields=[fields.token_ids()], durability="disk")
-        number = cluster.number(0)
-        spread_session(run, "moved", [number])
-        (chunk,) = run.sql("SELECT chunk_id FROM chunks").column(0).to_pylist()
-        old = cluster.shards[0]
-        os.kill(old.pid, signal.SIGSTOP)
-        try:
-            shutil.copytree(old.data_dir, tmp_path / "moved" / "data", ignore=shutil.ignore_patterns("lock"))
-            with cluster.start_moved(tmp_path / "moved") as new:
-                found = cluster.wait()
-                entry = found.shard(number)
-                assert entry is not None and entry.epoch == 2 and entry.servers[0].url == new.url
-                check_session(run, "moved", [0])
-                os.kill(old.pid, signal.SIGCONT)
-                spans = [Span(0, ChunkId.from_hex(chunk), 0, TURN)]
-                with flight.FlightClient(old.url) as client, pytest.raises(errors.StaleEpoch):
-                    wire.get(client, wire.span_ticket(fields.token_ids(), run.name, spans))
-                check_session(run, "moved", [0])
-        finally:
-            os.kill(old.pid, signal.SIGCONT)

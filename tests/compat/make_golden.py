@@ -235,10 +235,20 @@ def cluster_commands() -> list[Command]:
     return [
         cluster.GetRun(run="r"),
         cluster.GetCluster(),
-        cluster.JoinCluster(node=CLAIM, server=SERVER, capacity_bytes=1 << 40, used_bytes=12, number=3),
-        cluster.Beat(
-            number=3, epoch=2, used_bytes=12, capacity_bytes=1 << 40, catalog=CLAIM, done=7, wait_s=0.5
+        cluster.JoinCluster(
+            node=CLAIM, server=SERVER, capacity_bytes=1 << 40, used_bytes=12, number=3, lock=REQUEST
         ),
+        cluster.Beat(
+            number=3,
+            epoch=2,
+            lock=REQUEST,
+            used_bytes=12,
+            capacity_bytes=1 << 40,
+            catalog=CLAIM,
+            done=7,
+            wait_s=0.5,
+        ),
+        cluster.LeaveCluster(number=3, epoch=2, lock=REQUEST),
         cluster.ChunkStates(ids=[FIRST.hex], run="r"),
         cluster.ConfirmChunks(**to_shard, run="r"),
         cluster.FetchChunks(**to_shard),
@@ -346,7 +356,7 @@ def replies() -> dict[str, commands.Wire]:
                 )
             ],
         ),
-        "Joined": cluster.Joined(number=3, epoch=2, lease_s=5.0, catalog=CLAIM),
+        "Joined": cluster.Joined(number=3, epoch=2, lease_s=5.0, fence_s=60.0, catalog=CLAIM),
         "News": cluster.News(
             last=9, attached=[FIRST.hex], released=[SECOND.hex], reconcile=True, more=True, catalog=CLAIM
         ),

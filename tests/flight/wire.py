@@ -30,9 +30,10 @@ def make_chunk(
     group: int = 0,
     valid: npt.NDArray[np.bool_] | None = None,
     epoch: int = 0,
+    shard: int = 0,
 ) -> Chunk:
     """A chunk with the right header."""
-    chunk_id = IDS.next(0).sibling(group)
+    chunk_id = IDS.next(shard).sibling(group)
     header = ChunkHeader(
         id=chunk_id.hex,
         run=run,

@@ -1,11 +1,10 @@
-"""The parts of a cluster by themselves: the map, the news, the choice of a shard, reads put together."""
+"""The parts of a cluster by themselves: the news, the choice of a shard, reads put together."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +18,7 @@ from arrow_tq.client.shard_client import WatchedPut, after
 from arrow_tq.client.shard_reads import Reader, no_such_shard, read_shards, shard_numbers, unreadable
 from arrow_tq.store.cluster import outbox
 from arrow_tq.store.cluster.outbox import Outbox
-from arrow_tq.store.cluster.shard_map import ShardMap
-from arrow_tq_schemas.cluster import Beat, ClusterMap, JoinCluster, Joined, ShardEntry, ShardServer
+from arrow_tq_schemas.cluster import ClusterMap, ShardEntry, ShardServer
 from arrow_tq_schemas.ids import ChunkId, IdFactory
 from arrow_tq_schemas.spans import Span, to_spans
 
@@ -30,90 +28,6 @@ IDS = IdFactory()
 
 def server(name: str = "a", host: str = "h") -> ShardServer:
     return ShardServer(url=f"grpc://{name}:1", host=host)
-
-
-def shard_map(folder: Path, lease_s: float = 60.0) -> ShardMap:
-    return ShardMap(folder, lease_s, lambda: None)
-
-
-def join(into: ShardMap, node: str, number: int | None = None, where: ShardServer | None = None) -> Joined:
-    return into.join(
-        JoinCluster(node=node, server=where or server(), capacity_bytes=100, used_bytes=0, number=number)
-    )
-
-
-def beat(joined: Joined, used_bytes: int = 0) -> Beat:
-    return Beat(number=joined.number, epoch=joined.epoch, used_bytes=used_bytes, capacity_bytes=100)
-
-
-# -- the map -----------------------------------------------------------------------------------------
-
-
-def test_numbers_go_with_directories_and_epochs_count_joins(tmp_path: Path) -> None:
-    first, second = uuid.uuid4().hex, uuid.uuid4().hex
-    known = shard_map(tmp_path)
-    assert known.map().shards == []
-    one = join(known, first)
-    two = join(known, second)
-    assert [(one.number, one.epoch), (two.number, two.epoch)] == [(1, 1), (2, 1)]
-    before = known.map().version
-    again = join(known, first, number=1, where=server("elsewhere"))
-    assert (again.number, again.epoch) == (1, 2)
-    assert known.map().version > before
-    with pytest.raises(errors.StaleEpoch, match="epoch 1 is over, grpc://elsewhere:1"):
-        known.beat(beat(one))
-    known.beat(beat(again, used_bytes=40))
-    entry = known.map().shard(1)
-    assert entry is not None and (entry.used_bytes, entry.up) == (40, True)
-
-
-def test_the_map_outlives_its_catalog(tmp_path: Path) -> None:
-    node = uuid.uuid4().hex
-    joined = join(shard_map(tmp_path), node)
-    later = shard_map(tmp_path)
-    assert later.map().version > 1
-    later.beat(beat(joined))
-    entry = later.map().shard(joined.number)
-    assert entry is not None and entry.epoch == 1 and entry.servers == [server()]
-    assert join(later, node, joined.number).epoch == 2
-
-
-def test_a_lost_map_takes_shards_back_under_their_numbers(tmp_path: Path) -> None:
-    known = shard_map(tmp_path)
-    with pytest.raises(errors.NotFound, match="shard 7 never joined"):
-        known.beat(Beat(number=7, epoch=3, used_bytes=0, capacity_bytes=1))
-    assert join(known, uuid.uuid4().hex, number=7).number == 7
-    assert join(known, uuid.uuid4().hex).number == 8
-    for number in (7, 0):
-        with pytest.raises(errors.Conflict, match=f"shard {number}: it belongs to another data directory"):
-            join(known, uuid.uuid4().hex, number=number)
-
-
-def test_a_shard_says_how_full_it_is_between_beats_too(tmp_path: Path) -> None:
-    members = shard_map(tmp_path)
-    joined = join(members, "a" * 32)
-    members.beat(beat(joined, used_bytes=10))
-    earlier = members.member(joined.number)
-    assert earlier is not None
-    members.fills(earlier, 30)
-    assert members.map().shards[0].used_bytes == 30
-    join(members, "a" * 32)
-    members.fills(earlier, 90)
-    assert members.map().shards[0].used_bytes == 0, "another process is the shard now"
-
-
-def test_who_is_not_heard_of_is_down_until_it_is(tmp_path: Path) -> None:
-    known = shard_map(tmp_path, lease_s=60.0)
-    joined = join(known, uuid.uuid4().hex)
-    assert known.is_up(1)
-    version = known.map().version
-    known.lost_touch(1)
-    assert not known.is_up(1)
-    assert known.map().version == version + 1
-    known.beat(beat(joined))
-    assert known.is_up(1)
-    assert known.map().version == version + 2
-    assert not known.is_up(9)
 
 
 # -- the news ----------------------------------------------------------------------------------------

@@ -16,17 +16,18 @@ from arrow_tq_schemas.cluster import (
     GetCluster,
     JoinCluster,
     Joined,
+    LeaveCluster,
     News,
     ShardEntry,
     ShardServer,
     States,
 )
-from arrow_tq_schemas.commands import Command, Wire
+from arrow_tq_schemas.commands import Command, Done, Wire
 from arrow_tq_schemas.errors import Unsupported
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
 
-CLUSTER_COMMANDS = (GetCluster, JoinCluster, Beat, ChunkStates)
+CLUSTER_COMMANDS = (GetCluster, JoinCluster, Beat, LeaveCluster, ChunkStates)
 
 
 @runtime_checkable
@@ -41,6 +42,9 @@ class FarShards(Protocol):
 
     def beat(self, command: Beat) -> News:
         """A shard is still there; what it has to know."""
+
+    def leave(self, command: LeaveCluster) -> None:
+        """A shard ends in order."""
 
     def held(self, ids: list[ChunkId]) -> set[ChunkId]:
         """Those that a commit under way is about to attach."""
@@ -67,7 +71,9 @@ def chunk_holder(config: EngineConfig, shard: Shard) -> ChunkHolder:
     from arrow_tq.store.cluster.shard_map import ShardMap
     from arrow_tq.store.cluster.shard_set import ShardSet
 
-    shard_map = ShardMap(config.data_dir, cluster.lease_s, lambda: _own_entry(cluster, shard))
+    shard_map = ShardMap(
+        *(config.data_dir, cluster.lease_s, cluster.fence_s), lambda: _own_entry(cluster, shard)
+    )
     options = ClientOptions(connect_s=3.0)
     return ShardSet(shard, cluster.holds_chunks, shard_map, cluster.token, cluster.tls, options)
 
@@ -93,6 +99,9 @@ def answer_cluster(command: Command, chunks: ChunkHolder, catalog: Catalog) -> W
         return chunks.join(command)
     if isinstance(command, Beat):
         return chunks.beat(command)
+    if isinstance(command, LeaveCluster):
+        chunks.leave(command)
+        return Done(count=1)
     return chunks.cluster_map()
 
 

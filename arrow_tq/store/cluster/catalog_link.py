@@ -18,10 +18,11 @@ from arrow_tq_schemas.cluster import (
     GetRun,
     JoinCluster,
     Joined,
+    LeaveCluster,
     News,
     States,
 )
-from arrow_tq_schemas.commands import Command, GetSegments, Reply, RunInfo, Wire, unpack_reply
+from arrow_tq_schemas.commands import Command, Done, GetSegments, Reply, RunInfo, Wire, unpack_reply
 from arrow_tq_schemas.errors import DeadlineExceeded, InternalError, NotFound, Unavailable, Unreachable
 from arrow_tq_schemas.fields import Field
 from arrow_tq_schemas.ids import ChunkId
@@ -30,8 +31,11 @@ Body = TypeVar("Body", bound=Wire)
 CALL_S = 10.0
 BEAT_S = 3.0
 """Deadline of one beat."""
+LEAVE_S = 2.0
 RUN_S = 5.0
 """Age at which a run's declaration, with its epoch, is asked again."""
+AGAIN_S = 2.0
+"""Deadline of asking again for what is known: nobody waits long for it."""
 IDS_MAX = 50_000
 """Chunk ids in one question."""
 
@@ -55,15 +59,18 @@ class CatalogLink:
         known = self._runs.get(run)
         if known is not None and time.monotonic() - known[0] < RUN_S and known[1].epoch >= epoch:
             return known[1]
-        try:
+        if known is None:
             return self._refreshed(run)
+        try:
+            return self._refreshed(run, AGAIN_S)
         except Unavailable:
-            if known is None:
-                raise
-            return known[1]
+            # It goes on being true, and is not asked for again at once: each call would wait for it.
+            return self._noted(run, known[1])
 
-    def _refreshed(self, run: str) -> RunInfo:
-        info = self._body(GetRun(run=run), RunInfo)
+    def _refreshed(self, run: str, deadline_s: float = CALL_S) -> RunInfo:
+        return self._noted(run, self._body(GetRun(run=run), RunInfo, deadline_s))
+
+    def _noted(self, run: str, info: RunInfo) -> RunInfo:
         with self._lock:
             self._runs[run] = time.monotonic(), info
         return info
@@ -113,6 +120,10 @@ class CatalogLink:
     def beat(self, command: Beat) -> News:
         """See ``Beat``."""
         return self._body(command, News, BEAT_S + command.wait_s)
+
+    def leave(self, command: LeaveCluster) -> None:
+        """See ``LeaveCluster``. Nobody waits for a catalog that is away."""
+        self._body(command, Done, LEAVE_S)
 
     def close(self) -> None:
         """Let go of the connection."""

@@ -96,9 +96,8 @@ class FarReads:
         try:
             # One chunk a message: it is some 8 MiB, and a message has a bound.
             return {one: link.fetch(self._catalog.field, one) for one in ids}
-        except Unavailable:
-            raise
         except ArrowTQError as error:
+            # Whatever it says, such as that another process may be the shard: look at the map again.
             self._forget(number)
             raise Unavailable(f"shard {number}: {error.message}") from None
 
@@ -111,7 +110,8 @@ class FarReads:
         if entry is None or not entry.up or not entry.servers:
             raise Unavailable(f"shard {number} is not up")
         member = Member(
-            number, entry.epoch, "", entry.servers[0], entry.capacity_bytes, entry.used_bytes, 0.0
+            *(number, entry.epoch, "", "", entry.servers[0], entry.capacity_bytes, entry.used_bytes),
+            seen_at=0.0,
         )
         link = ShardLink(member, self._connect(member.server.url), self._forget)
         with self._lock:

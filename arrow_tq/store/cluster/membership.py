@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from arrow_tq.logs import logger
 from arrow_tq.store.cluster.catalog_link import CatalogLink
 from arrow_tq.store.cluster.far_reads import FarReads
+from arrow_tq.store.cluster.place import Place, clock_s
 from arrow_tq.store.cluster.shard_note import ShardNote
 from arrow_tq.store.shard import Shard
-from arrow_tq_schemas.cluster import Beat, JoinCluster, News, ShardServer
+from arrow_tq_schemas.cluster import Beat, JoinCluster, LeaveCluster, News, ShardServer
 from arrow_tq_schemas.errors import ArrowTQError, Conflict, NotFound, StaleEpoch, Unavailable
 from arrow_tq_schemas.ids import ChunkId
 
@@ -29,17 +29,8 @@ SWEEP_S = 2.0
 RECONCILED_AT_A_TIME = 20_000
 """Chunks; between two such pieces a beat may be due."""
 JOINING_S = 2.0
-"""How long a call waits for the answer to a join that is under way."""
+"""How long a call waits for the answer to a join or beat that is under way."""
 STOP_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What the catalog said at the last join."""
-
-    number: int
-    epoch: int
-    lease_s: float
 
 
 class Membership:
@@ -47,25 +38,31 @@ class Membership:
 
     Args:
         folder: the shard's data directory, which keeps its name and number.
+        lock: of the directory; see ``Directory.lock_id``.
         server: where clients reach this process.
         catalog: the catalog to join.
         shard: its chunks.
         orphan_ttl_s: age at which a chunk that no step attached is reaped.
         far: its cache of other nodes' chunks; None: it has none.
+        clock: seconds of a clock that never stands still.
     """
 
     def __init__(
         self,
         folder: Path,
+        lock: str,
         server: ShardServer,
         catalog: CatalogLink,
         shard: Shard,
         orphan_ttl_s: float,
         far: FarReads | None = None,
+        clock: Callable[[], float] = clock_s,
     ) -> None:
         self._far = far
+        self._clock = clock
         self._swept_at = self._tended_at = float("-inf")
         self._folder = folder
+        self._lock = lock
         self._server = server
         self._catalog = catalog
         self._shard = shard
@@ -74,7 +71,8 @@ class Membership:
         self._node, self._number = note.node, note.number
         self._place: Place | None = None
         self._refused: ArrowTQError | None = None
-        self._renewed_at = float("-inf")
+        self._is_away = False
+        """Whether the catalog did not answer the last question after the lease: the thread goes on asking."""
         self._news: tuple[str | None, int] = (None, 0)
         self._round = threading.Lock()
         self._stopped = threading.Event()
@@ -90,37 +88,56 @@ class Membership:
     @property
     def joined(self) -> bool:
         """Whether the catalog counts on this process."""
-        return self._place is not None and self._refused is None
+        return self._place is not None
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
+        """Answer nothing more, and say so: another process need not wait for this one's lease to run out."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(STOP_S)
+        place, self._place = self._place, None
+        if place is None:
+            return
+        try:
+            self._catalog.leave(LeaveCluster(number=place.number, epoch=place.epoch, lock=self._lock))
+        except ArrowTQError as error:
+            self._log.info("left without the catalog's knowing", error=error.message)
 
-    def check(self, number: int | None = None, epoch: int | None = None) -> None:
-        """Whether this process may answer, as shard ``number`` in ``epoch`` where these are given.
+    def check(self) -> None:
+        """Whether this process is the shard, and so may answer clients.
 
         A process whose lease ran out (it was stopped, or cut off) asks the catalog first. Where that is away
-        nobody can have taken its place either: what is written then counts once a commit confirmed it.
+        it goes on until another process may be the shard. To be asked before an answer is made *and* when
+        it is made: between the two the process may have been stopped for any time.
+
+        Raises:
+            Unavailable: it has not joined yet, another process is the shard, or may be; the map tells.
+        """
+        place, now_s = self._place, self._clock()
+        if place is None or not place.leased(now_s):
+            self._look()
+            place, now_s = self._place, self._clock()
+        if place is None or self._stopped.is_set() or not place.holds(now_s):
+            raise Unavailable(self._why_not(place), number=self._number)
+
+    def check_named(self, number: int, epoch: int) -> None:
+        """The same for the catalog, which says whom it takes this process for.
 
         Raises:
             StaleEpoch: another process holds the shard now, or it is asked for as another epoch.
-            Unavailable: it has not joined yet.
+            Unavailable: as above.
         """
+        try:
+            self.check()
+        except Unavailable as error:
+            if self._refused is None:
+                raise
+            raise StaleEpoch(error.message, **self._refused.details) from None
         place = self._place
-        if self._refused is None and place is not None and self._lapsed(place):
-            self._renew()
-            place = self._place
-        if self._refused is None and place is None:
-            place = self._joining()
-        if self._refused is not None:
-            raise self._refused
-        if place is None:
-            raise Unavailable(f"this shard has not joined its catalog at {self._catalog.url} yet: try again")
-        if number is not None and (number, epoch) != (place.number, place.epoch):
+        if place is not None and (number, epoch) != (place.number, place.epoch):
             raise StaleEpoch(
                 f"this is shard {place.number} in epoch {place.epoch}, not {number} in epoch {epoch}",
                 number=place.number,
@@ -144,30 +161,38 @@ class Membership:
         if time.monotonic() - self._tended_at > TEND_S:
             self._tended_at = time.monotonic()
             self._shard.maintain()
-            if self._place is not None and self._refused is None:
+            if self._place is not None:
                 self._reap()
                 self._sweep()
-        if self._refused is not None:
-            return TEND_S
         with self._round:
+            if self._refused is not None or self._stopped.is_set():
+                return TEND_S
             place = self._place
             # Waiting there for news is what paces the rounds.
             return self._join() if place is None else self._beat(min(1.0, place.lease_s / BEATS_A_LEASE))
 
-    def _lapsed(self, place: Place) -> bool:
-        return time.monotonic() - self._renewed_at > place.lease_s
-
-    def _joining(self) -> Place | None:
-        """The place after a round that is under way: its catalog counts on it before it knows so."""
-        if self._round.acquire(timeout=JOINING_S):
-            self._round.release()
-        return self._place
-
-    def _renew(self) -> None:
-        """Beat now, from a caller's thread; one of them at a time."""
-        with self._round:
-            if self._place is not None and self._lapsed(self._place):
+    def _look(self) -> None:
+        """After a round that is under way, such as a join: beat from the caller's thread, if it may help."""
+        if self._stopped.is_set() or self._is_away or not self._round.acquire(timeout=JOINING_S):
+            return
+        try:
+            place = self._place
+            if place is not None and not place.leased(self._clock()) and not self._is_away:
                 self._beat()
+        finally:
+            self._round.release()
+
+    def _why_not(self, place: Place | None) -> str:
+        if self._refused is not None:
+            return f"this process is not the shard any more ({self._refused.message})"
+        if self._stopped.is_set():
+            return "this shard is being stopped"
+        if place is None:
+            return f"this shard has not joined its catalog at {self._catalog.url} yet: try again"
+        return (
+            f"this process may not be shard {place.number} any more: its catalog at {self._catalog.url} "
+            "does not answer: try again"
+        )
 
     def _join(self) -> float:
         """Says how long to wait for what comes next."""
@@ -179,21 +204,22 @@ class Membership:
             used_bytes=max(usage.used_bytes, 0),
             number=self._number,
             caches=self._far is not None,
+            lock=self._lock,
         )
+        began_s = self._clock()
         try:
             joined = self._catalog.join(command)
         except Unavailable as error:
-            self._log.info("waiting for the catalog", error=error.message)
+            self._log.info("waiting to join", error=error.message)
             return AWAY_PAUSE_S
         except Conflict as error:
             self._refuse(error)
             return TEND_S
         self._number = joined.number
         ShardNote(self._node, joined.number).write(self._folder)
-        self._renewed_at = time.monotonic()
         self._hear_of(joined.catalog)
         self._news = joined.catalog, 0
-        self._place = Place(joined.number, joined.epoch, joined.lease_s)
+        self._place = Place(joined.number, joined.epoch, joined.lease_s, joined.fence_s, began_s)
         self._log.info("joined", number=joined.number, epoch=joined.epoch, catalog=self._catalog.url)
         return 0.0
 
@@ -201,10 +227,10 @@ class Membership:
         """Wait so long for something to hear; says how long to wait for the next beat."""
         place = self._place
         assert place is not None
-        began = time.monotonic()
+        began_s = self._clock()
         try:
             news = self._catalog.beat(self._beat_of(place, wait_s))
-            self._renewed_at = began
+            self._place, self._is_away = place.renewed(began_s), False
             self._hear_of(news.catalog)
             self._take(news)
         except StaleEpoch as error:
@@ -212,9 +238,10 @@ class Membership:
             return TEND_S
         except NotFound:
             # The catalog lost its map.
-            self._place = None
+            self._place, self._is_away = None, False
             return 0.0
         except Unavailable as error:
+            self._is_away = not place.leased(began_s)
             self._log.info("the catalog does not answer", error=error.message)
             return AWAY_PAUSE_S
         self._news = news.catalog, news.last
@@ -231,6 +258,7 @@ class Membership:
         return Beat(
             number=place.number,
             epoch=place.epoch,
+            lock=self._lock,
             used_bytes=max(usage.used_bytes, 0),
             capacity_bytes=usage.capacity_bytes,
             catalog=catalog,
@@ -271,11 +299,10 @@ class Membership:
 
     def _stay(self) -> None:
         """Beat in the middle of something long; the news come again with the next beat."""
-        place = self._place
-        if place is not None and time.monotonic() - self._renewed_at > place.lease_s / BEATS_A_LEASE:
-            began = time.monotonic()
+        place, began_s = self._place, self._clock()
+        if place is not None and began_s - place.since_s > place.lease_s / BEATS_A_LEASE:
             self._catalog.beat(self._beat_of(place))
-            self._renewed_at = began
+            self._place = place.renewed(began_s)
 
     def _pin(self, ids: Iterable[ChunkId]) -> None:
         wanted = list(ids)
@@ -313,5 +340,5 @@ class Membership:
             self._log.info("cache not swept", error=error.message)
 
     def _refuse(self, error: ArrowTQError) -> None:
-        self._refused = error
+        self._refused, self._place = error, None
         self._log.error("this process is not the shard any more; it answers nothing", error=error.message)

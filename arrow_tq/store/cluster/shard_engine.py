@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ from arrow_tq.logs import logger
 from arrow_tq.store.arriving import store_batch
 from arrow_tq.store.cluster.catalog_link import CatalogLink
 from arrow_tq.store.cluster.far_reads import FarReads
+from arrow_tq.store.cluster.held import held, held_rows
 from arrow_tq.store.cluster.membership import Membership
 from arrow_tq.store.directory import Directory
 from arrow_tq.store.holding import of_run
@@ -130,7 +132,8 @@ class ShardEngine:
             host=config.server.host,
         )
         self._membership = Membership(
-            config.data_dir, config.server, self._catalog, self._shard, config.orphan_ttl_s, self._far
+            *(config.data_dir, self._directory.lock_id(), config.server, self._catalog, self._shard),
+            *(config.orphan_ttl_s, self._far),
         )
         self._closed = False
         logger("arrow_tq.shard").info("shard opened", data=str(config.data_dir), capacity_bytes=capacity)
@@ -181,6 +184,10 @@ class ShardEngine:
             return False
         return True
 
+    def check_serving(self) -> None:
+        """Raises ``Unavailable`` where this process does not hold the shard now."""
+        self._membership.check()
+
     def field(self, run: str, name: str) -> Field:
         """The declared field; raises ``NotFound``."""
         return self._catalog.field(run, name)
@@ -191,11 +198,11 @@ class ShardEngine:
         """What the catalog asks, and what is known here; the rest is for the catalog."""
         self._check_open()
         if isinstance(command, ToShard):
-            self._membership.check(command.number, command.epoch)
-            return self._answer(command)
+            with held(partial(self._membership.check_named, command.number, command.epoch)):
+                return self._answer(command)
         if isinstance(command, HOST_COMMANDS):
-            self._membership.check()
-            return self._host_share.execute(command)
+            with held(self._membership.check):
+                return self._host_share.execute(command)
         if isinstance(command, GetStats):
             return Reply(body=Stats(values=self.stats()))
         if isinstance(command, GetPressure):
@@ -273,6 +280,7 @@ class ShardEngine:
             Unavailable: this process does not hold the shard now.
         """
         self._check_open()
+        # Asked again before the ack: what is stored after a stop is nobody's (``sync``).
         self._membership.check()
         info = self._catalog.run_info(stream.run, max(header.epoch for header in headers))
         field = self.field(stream.run, stream.field)
@@ -284,14 +292,22 @@ class ShardEngine:
             raise MalformedMessage(f"chunk {header.id}: of shard {shard}, this is shard {number}")
 
     def sync(self, run: str) -> None:
-        """Return when what was put before is as durable as the run declares."""
+        """Return when what was put before is as durable as the run declares.
+
+        Raises:
+            Unavailable: this process does not hold the shard now: what was put to it does not count.
+        """
         if self._catalog.run_info(run).durability == "disk":
             self._shard.sync(run)
+        self._membership.check()
 
     def read(self, request: Read) -> Iterator[Rows]:
-        """Zero-copy rows, one block a span."""
+        """Zero-copy rows, one block a span. Whoever sends them asks ``check_serving`` for each message."""
         self._check_open()
         self._membership.check()
+        return held_rows(self._rows(request), self._membership.check)
+
+    def _rows(self, request: Read) -> Iterator[Rows]:
         numbers = shard_numbers(request.spans)
         if (numbers == self._membership.number).all():
             return self._reader.read(request)

@@ -19,14 +19,14 @@ from arrow_tq.client.shard_reads import read_shards, shard_numbers
 from arrow_tq.client.tls import Tls
 from arrow_tq.logs import logger
 from arrow_tq.store.cluster.outbox import Outbox
-from arrow_tq.store.cluster.shard_link import FieldOf, header_of
+from arrow_tq.store.cluster.shard_link import FieldOf, header_of, out_of_reach
 from arrow_tq.store.cluster.shard_links import FarPlaces, ShardLinks
 from arrow_tq.store.cluster.shard_map import OWN_NUMBER, ShardMap
 from arrow_tq.store.holding import Attached, OwnReader, of_run
 from arrow_tq.store.shard import Shard
 from arrow_tq.store.shard_config import ShardUsage
 from arrow_tq_schemas.chunks import Chunk, ChunkHeader
-from arrow_tq_schemas.cluster import Beat, ClusterMap, ConfirmedChunk, JoinCluster, Joined, News
+from arrow_tq_schemas.cluster import Beat, ClusterMap, ConfirmedChunk, JoinCluster, Joined, LeaveCluster, News
 from arrow_tq_schemas.errors import ArrowTQError, Unavailable
 from arrow_tq_schemas.ids import ChunkId
 
@@ -106,6 +106,10 @@ class ShardSet:
         self.map.beat(command)
         return self._outbox.take(command.number, command.catalog, command.done, command.wait_s)
 
+    def leave(self, command: LeaveCluster) -> None:
+        """A shard ends in order; see ``ShardMap.leave``."""
+        self.map.leave(command)
+
     # -- commits -------------------------------------------------------------------------------
 
     @contextmanager
@@ -142,6 +146,9 @@ class ShardSet:
         try:
             link = self.link(number)
             told = link.confirm(run, ids)
+            if not self.map.is_current(link.member):
+                # Its answer was on its way while another process became the shard.
+                raise out_of_reach(number, link.member.server.url, "it was replaced")
             found = told.chunks
             if told.used_bytes is not None:
                 self.map.fills(link.member, told.used_bytes)
