@@ -160,7 +160,7 @@ def test_what_is_viewed_is_not_written_over(own: Server) -> None:
 
 
 def test_what_the_server_frees_is_free_at_once(tmp_path: Path) -> None:
-    """Two runs that need each other's memory: what a client keeps mapped of one is free for the other."""
+    """Two runs that need each other's memory: what is mapped of one is not kept from the other."""
     flags = ("--set", f"capacity_bytes={64 * MIB}")
     freed = 0
     with (
