@@ -22,7 +22,8 @@ from arrow_tq.client.tls import Tls as ClientTls
 from arrow_tq.logs import log_json
 from arrow_tq.sql import SqlLimits
 from arrow_tq.store import Engine, EngineConfig
-from arrow_tq.store.cluster.shard_engine import ShardEngine, ShardEngineConfig
+from arrow_tq.store.cluster.shard_engine import ShardEngine
+from arrow_tq.store.cluster.shard_engine_config import ShardEngineConfig
 from arrow_tq.store.config import ClusterConfig
 from arrow_tq.store.directory import Directory
 from arrow_tq_schemas.cluster import ShardServer

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -13,13 +11,13 @@ from arrow_tq.backend import BundleWriter, Placer, PutHandle, Read, Rows
 from arrow_tq.client.connection import Connection
 from arrow_tq.client.options import ClientOptions
 from arrow_tq.client.shard_reads import shard_numbers
-from arrow_tq.client.tls import Tls
 from arrow_tq.logs import logger
 from arrow_tq.store.arriving import store_batch
 from arrow_tq.store.cluster.catalog_link import CatalogLink
 from arrow_tq.store.cluster.far_reads import FarReads
 from arrow_tq.store.cluster.held import held, held_rows
 from arrow_tq.store.cluster.membership import Membership
+from arrow_tq.store.cluster.shard_engine_config import ShardEngineConfig
 from arrow_tq.store.directory import Directory
 from arrow_tq.store.holding import of_run
 from arrow_tq.store.host_share import HOST_COMMANDS, HostShare
@@ -36,7 +34,6 @@ from arrow_tq_schemas.cluster import (
     FetchChunks,
     GetCluster,
     GetRun,
-    ShardServer,
     TendChunks,
     ToShard,
 )
@@ -72,35 +69,6 @@ from arrow_tq_schemas.tickets import PutStream
 
 PENDING_POLL_S = 0.25
 """How often the catalog is asked for chunks whose step is still open."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardEngineConfig:
-    """Where a shard lives, what it may use, and which catalog it joins.
-
-    Args:
-        data_dir: on disk: its name and number, sidecars, and the extents of disk-durable runs.
-        catalog_url: the catalog.
-        server: where clients reach this process.
-        memory_dir: extents of the other runs; None: as before, else under ``data_dir``.
-        capacity_bytes: payload bytes at most; None: four fifths of what is free.
-        soft_mark: fill that is told to producers.
-        orphan_ttl_s: age at which a chunk that no step attached is reaped.
-        cache_bytes: chunks of other nodes kept for this node's readers at most; 0: none.
-        token: what it shows to the catalog; one with ``admin`` for every run.
-        tls: what it shows and checks on a TLS connection to it.
-    """
-
-    data_dir: Path
-    catalog_url: str
-    server: ShardServer
-    memory_dir: Path | None = None
-    capacity_bytes: int | None = None
-    soft_mark: float = 0.85
-    orphan_ttl_s: float = 600.0
-    cache_bytes: int = 0
-    token: str | None = None
-    tls: Tls | None = None
 
 
 class ShardEngine:
