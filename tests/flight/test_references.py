@@ -74,6 +74,7 @@ def ray_cluster() -> Iterator[object]:
     root = str(Path(__file__).parents[2])
     environment = {"PYTHONPATH": os.pathsep.join([root, f"{root}/schemas", f"{root}/server"])}
     ray.init(
+        "local",
         num_cpus=1,
         _node_ip_address="127.0.0.1",
         object_store_memory=80 << 20,
