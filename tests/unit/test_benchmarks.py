@@ -144,7 +144,7 @@ def test_every_payload_has_a_size_before_it_is_built() -> None:
 
 def test_a_payload_is_measured_in_the_memory_that_there_is() -> None:
     size = recipe("indexer-topk").nbytes
-    roomy, tight, small = (fit("indexer-topk", 4, int(size * copies)) for copies in (20, 8, 4))
+    roomy, tight, small = (fit("indexer-topk", 4, int(size * copies)) for copies in (20, 9, 4.5))
     assert (roomy.samples, roomy.together) == (8, True)
     assert (tight.samples, tight.together) == (8, False)
     assert (small.samples, small.together) == (4, False)

@@ -158,16 +158,20 @@ def test_a_kept_file_is_found_by_what_it_is(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_bounded_in_size_and_time(tmp_path: Path) -> None:
-    kept = KeptFiles(keep_s=0.3, keep_bytes=3 * MIB)
-    files = [WritableFile(str(made(tmp_path / str(number))), MIB) for number in range(5)]
+    kept = KeptFiles(keep_s=0.3, keep_bytes=4 * MIB)
+    files = [WritableFile(str(made(tmp_path / str(number))), MIB) for number in range(6)]
     for file in files:
         kept.keep(file)
     assert kept.kept_bytes == MIB, "none came back yet"
-    assert kept.take(str(tmp_path / "3"), MIB) is None
-    assert kept.take(str(tmp_path / "4"), MIB) is not None
+    assert kept.take(str(tmp_path / "1"), MIB) is None
+    assert kept.take(str(tmp_path / "0"), MIB) is not None
     for file in files:
         kept.keep(file)
-    assert kept.kept_bytes == 3 * MIB
+    assert kept.kept_bytes == 4 * MIB
+    for number, file in enumerate(files):
+        again = kept.take(str(tmp_path / str(number)), MIB)
+        assert (again is file) == (number < 4), "of more than are kept some come back"
+        kept.keep(file)
     assert kept.tend()
     time.sleep(0.35)
     assert not kept.tend()
@@ -183,7 +187,7 @@ def test_what_is_kept_is_bounded_in_descriptors(tmp_path: Path) -> None:
         kept.keep(WritableFile(str(made(tmp_path / str(number))), MIB))
     assert kept.kept_bytes == 2 * MIB
     assert kept.take(str(tmp_path / "2"), MIB) is None
-    assert kept.take(str(tmp_path / "3"), MIB) is not None
+    assert kept.take(str(tmp_path / "1"), MIB) is not None
 
 
 def test_a_deleted_file_is_let_go(tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from arrow_tq.client.samehost.locking import Memory, lock_shared, viewed
 KEEP_S = 8.0
 """How long a mapping is kept that nothing was written to."""
 KEEP_BYTES = 512 << 20
-"""Mapped and neither written nor viewed, at most, over all shards of a client; half of it where
-none came back lately. The server counts this memory, and frees it when it likes: to us it is page tables."""
+"""Mapped and neither written nor viewed, at most, over all shards of a client. The server counts this memory, and
+frees it when it likes: to us it is page tables, though a process's resident size shows it."""
+UNTRIED_SHARE = 4
+"""A part of that where none came back lately: a first put of any size then adds less than 256 MB, seen so."""
 KEEP_FILES = 64
 """At most, each with two descriptors."""
 
@@ -64,7 +66,6 @@ class KeptFiles:
         self._keep_files = keep_files
         self._lock = threading.Lock()
         self._files: dict[tuple[int, int], WritableFile] = {}
-        """The least recently kept first."""
         self._again_at = float("-inf")
         self._closed = False
         self.again = 0
@@ -87,19 +88,21 @@ class KeptFiles:
             return found
 
     def keep(self, file: WritableFile) -> None:
-        """Nothing is written to it any more; where there are too many the oldest goes."""
+        """Nothing is written to it any more. Not kept where there are enough.
+
+        More files than are kept come back in the order in which they went: to let the oldest go each time
+        would be to meet none of them again.
+        """
         file.kept_at = time.monotonic()
         with self._lock:
             if self._closed:
                 return
             self._files.pop(file.inode, None)
-            self._files[file.inode] = file
-            bound = (
-                self._keep_bytes if file.kept_at < self._again_at + self._keep_s else self._keep_bytes // 2
-            )
-            files = self._files
-            while len(files) > self._keep_files or sum(one.size_bytes for one in files.values()) > bound:
-                del files[next(iter(files))]
+            lately = file.kept_at < self._again_at + self._keep_s
+            bound = self._keep_bytes if lately else self._keep_bytes // UNTRIED_SHARE
+            kept_bytes = sum(one.size_bytes for one in self._files.values())
+            if len(self._files) < self._keep_files and kept_bytes + file.size_bytes <= bound:
+                self._files[file.inode] = file
 
     def tend(self) -> bool:
         """Let go of what was deleted, and of what did not come back in time; whether any is left."""
