@@ -15,8 +15,8 @@ from arrow_tq.client.samehost.locking import Memory, lock_shared, viewed
 KEEP_S = 8.0
 """How long a mapping is kept that nothing was written to."""
 KEEP_BYTES = 512 << 20
-"""Mapped and neither written nor viewed, at most, over all shards of a client. The server counts this memory, and
-frees it when it likes: to us it is page tables, though a process's resident size shows it."""
+"""Mapped and neither written nor viewed, at most, over all shards of a client. The server counts this memory,
+and frees it when it likes: to us it is page tables, though a process's resident size shows it."""
 UNTRIED_SHARE = 4
 """A part of that where none came back lately: a first put of any size then adds less than 256 MB, seen so."""
 KEEP_FILES = 64
