@@ -202,8 +202,11 @@ class Lineup:
 
     def _in_turns(self, systems: Sequence[str], payload: str, samples: int, rounds: int) -> list[Outcome]:
         outcomes = {system: self._prepared(system, payload, samples) for system in systems}
-        for _ in range(rounds):
-            for system, outcome in outcomes.items():
+        for number in range(rounds):
+            # Each is the first in turn: what is free then rested longest, and costs most to touch again.
+            first = number % len(systems)
+            for system in [*systems[first:], *systems[:first]]:
+                outcome = outcomes[system]
                 if outcome.failed is None:
                     self._started[system][1].turn(outcome)
         for system, outcome in outcomes.items():
