@@ -17,8 +17,9 @@ KEEP_S = 8.0
 KEEP_BYTES = 512 << 20
 """Mapped and neither written nor viewed, at most, over all shards of a client. The server counts this memory,
 and frees it when it likes: to us it is page tables, though a process's resident size shows it."""
-UNTRIED_SHARE = 4
-"""A part of that where none came back lately: a first put of any size then adds less than 256 MB, seen so."""
+UNTRIED_SHARE = 8
+"""A part of that where none came back lately: a first put of any size then adds less than 256 MB to what is
+resident, with the files that are written to and those that a busy server has still to adopt."""
 KEEP_FILES = 64
 """At most, each with two descriptors."""
 
