@@ -64,11 +64,14 @@ class ArrayRows:
         self._shapes: Sizes = np.zeros((len(rows) if self._ndim != 1 else 0, self._ndim), np.int64)
         self._valid: npt.NDArray[np.bool_] | None = None
         self._looked = 0
-        self._looked_bytes = 0
 
     @property
     def all_looked_at(self) -> bool:
         return self._looked == len(self._rows)
+
+    @property
+    def _looked_bytes(self) -> int:
+        return int(self._ends[self._looked]) * self._item_bytes
 
     def look_ahead(self, at_all: bool) -> None:
         """Look at some rows, at all where asked, or where they are large. Raises ``LayoutMiss``."""
@@ -143,7 +146,6 @@ class ArrayRows:
         np.cumsum(self._elements[where], out=ends)
         ends += self._ends[first]
         self._looked = end
-        self._looked_bytes = int(self._ends[end]) * self._item_bytes
 
     def _counted(self, present: Sequence[object], places: slice | npt.NDArray[np.int64]) -> Sizes:
         """Elements of each of these rows; keeps their shapes where they have more than a length."""

@@ -35,13 +35,12 @@ def plan_rows(plan: FieldPlan, rows: Rows, present: Sequence[list[object]], hint
     element = hint if hint in DTYPES else next((_ELEMENTS.get(type(row[0])) for row in present if row), None)
     if element not in DTYPES:
         return False
-    lengths = np.zeros(len(rows), np.int64)
     plan.layout = "lists"
     plan.meta = {"element": element.removesuffix("32").removesuffix("64"), "dtype": DTYPES[element]}
     if len(present) == len(rows):
-        lengths[:] = np.fromiter(map(len, present), np.int64, len(present))
+        lengths = np.fromiter(map(len, present), np.int64, len(present))
     else:
-        lengths[:] = [0 if row is None else len(row) for row in rows]
+        lengths = np.fromiter((0 if row is None else len(row) for row in rows), np.int64, len(rows))
         plan.buffers["valid"] = array_blocks(
             np.fromiter((row is not None for row in rows), np.bool_, len(rows))
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,20 +27,12 @@ Lists = Sequence[list[object]]
 
 def ints(numbers: list[object]) -> npt.NDArray[np.int32] | None:
     """A list of ints as an array; None where one of them is anything else, or has more than 32 bits."""
-    raw = _dumped(numbers)
-    if raw is None or len(raw) != _HEAD.itemsize + len(numbers) * _INT_RECORD.itemsize:
-        return None
-    table = np.frombuffer(raw, _INT_RECORD, offset=_HEAD.itemsize)
-    return None if (table["code"] != _INT).any() else table["value"]
+    return _flat(numbers, _INT_RECORD, _INT)
 
 
 def floats(numbers: list[object]) -> npt.NDArray[np.float64] | None:
     """A list of floats as an array; None where one of them is anything else."""
-    raw = _dumped(numbers)
-    if raw is None or len(raw) != _HEAD.itemsize + len(numbers) * _FLOAT_RECORD.itemsize:
-        return None
-    table = np.frombuffer(raw, _FLOAT_RECORD, offset=_HEAD.itemsize)
-    return None if (table["code"] != _FLOAT).any() else table["value"]
+    return _flat(numbers, _FLOAT_RECORD, _FLOAT)
 
 
 def list_ints(rows: Lists, count: int) -> npt.NDArray[np.int32] | None:
@@ -83,6 +76,14 @@ def list_floats(rows: Lists, count: int) -> npt.NDArray[np.float64] | None:
         places = zip((starts + head).tolist(), ends.tolist(), strict=True)
         table = np.frombuffer(b"".join([raw[first:end] for first, end in places]), _FLOAT_RECORD)
     return None if (table["code"] != _FLOAT).any() else table["value"]
+
+
+def _flat(numbers: list[object], record: np.dtype[np.void], code: int) -> npt.NDArray[Any] | None:
+    raw = _dumped(numbers)
+    if raw is None or len(raw) != _HEAD.itemsize + len(numbers) * record.itemsize:
+        return None
+    table = np.frombuffer(raw, record, offset=_HEAD.itemsize)
+    return None if (table["code"] != code).any() else table["value"]
 
 
 def _dumped(value: Sequence[object]) -> bytes | None:

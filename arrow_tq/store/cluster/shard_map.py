@@ -194,9 +194,8 @@ class ShardMap:
     def fills(self, seen: Member, used_bytes: int) -> None:
         """The shard says how full it is between beats too: what was committed counts at once."""
         with self._lock:
-            member = self._members.get(seen.number)
-            if member is not None and member.epoch == seen.epoch:
-                self._members[seen.number] = replace(member, used_bytes=used_bytes)
+            if self.is_current(seen):
+                self._members[seen.number] = replace(self._members[seen.number], used_bytes=used_bytes)
 
     def lost_touch(self, number: int) -> None:
         """A call to the shard failed: until it beats again it is down, whatever is left of its lease."""
